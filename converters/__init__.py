@@ -1,0 +1,1 @@
+"""Checkpoint to artifact: read, build, write, prove."""

@@ -1,0 +1,1 @@
+"""What a network looks like: configuration, rotary embedding, graphs, known pairs."""
