@@ -1,0 +1,132 @@
+"""What the driver expects of the two units, and what it hands them.
+
+A unit is owned by one worker thread: every method is called there, one at a time. Units know
+nothing of the coordinator; they keep one cache per session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ondevice.records import (
+    AcceptanceRule,
+    DraftResult,
+    DraftRow,
+    NodeToken,
+    Verdict,
+    VerifyRow,
+)
+from ondevice.sampling import Law
+
+TreeShape = Literal["tree", "chain", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """One session's rows for a verifier forward.
+
+    rows: row 0 is the root, parents come before their children. riders: rows that ride along and
+    never enter the cache (lookahead); they see the prefix, the root and their own ancestors among
+    the rows. want_hidden: return the final norm's output of the walk's last row.
+    """
+
+    session: int
+    step: int
+    rows: tuple[VerifyRow, ...]
+    rule: AcceptanceRule
+    law: Law
+    riders: tuple[VerifyRow, ...] = ()
+    want_hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """Plain decoding from `root`, whose row is not in the cache, for at most `limit` tokens."""
+
+    session: int
+    step: int
+    root: int
+    limit: int
+    law: Law
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One drafter step. children: how many proposals per row; 1 under `rejection`.
+
+    committed, dropped: see `records.StartDraft`.
+    """
+
+    session: int
+    step: int
+    rows: tuple[DraftRow, ...]
+    committed: tuple[NodeToken, ...]
+    dropped: tuple[int, ...]
+    children: int
+    rule: AcceptanceRule
+    law: Law
+
+
+class VerifierUnit(Protocol):
+    """The model whose text it is.
+
+    shape: which rows a forward may hold (a tree, a chain, or the root alone); shape_reason says
+    why it is not a tree. context: in tokens.
+    """
+
+    vocab_size: int
+    context: int
+    shape: TreeShape
+    shape_reason: str
+
+    def open_session(self) -> int:
+        """A new, empty cache; returns its handle."""
+
+    def close_session(self, session: int) -> None:
+        """Free the cache."""
+
+    def prefill(self, session: int, tokens: Sequence[int], stopped: Callable[[], bool]) -> int:
+        """Append `tokens` to the cache, chunk by chunk until `stopped()`; returns its length."""
+
+    def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
+        """Score, walk and commit: the cache gains the root and the accepted path, no other row."""
+
+    def run(self, request: RunRequest, stopped: Callable[[], bool]) -> Iterator[Verdict]:
+        """Plain decoding, one verdict a token, forward t + 1 submitted before token t is read.
+
+        Ends after `limit` tokens (the last verdict has `more` False) or when `stopped()`: then a
+        verdict without tokens closes the run, and the caller truncates the cache. Closing the
+        iterator early is allowed.
+        """
+
+    def truncate(self, session: int, length: int) -> None:
+        """Keep the first `length` tokens of the cache; it must hold that many."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class DrafterUnit(Protocol):
+    """A small model that proposes. It may be wrong, late or dead; the text stays the same."""
+
+    name: str
+
+    def open_session(self) -> int:
+        """A new, empty cache; returns its handle."""
+
+    def close_session(self, session: int) -> None:
+        """Free the cache."""
+
+    def prefill(self, session: int, tokens: Sequence[int], stopped: Callable[[], bool]) -> int:
+        """Append committed `tokens`; returns how many committed tokens the session now has."""
+
+    def draft(self, request: DraftRequest) -> DraftResult:
+        """Expand the rows: the likeliest children of each, ranked."""
+
+    def truncate(self, session: int, length: int) -> None:
+        """Forget all nodes and every committed token from `length` on."""
+
+    def close(self) -> None:
+        """Free everything."""
