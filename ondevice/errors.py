@@ -12,6 +12,7 @@
     │   └── ContextOverflow        prompt longer than the verifier's context
     └── RuntimeFailure             ours: exit status 1
         ├── UnitFailed             a unit (drafter, verifier) raised, or was lost
+        ├── CallMismatch           a Core ML function called by a wrong name or with wrong tensors
         └── UnknownOp              the emulator met an op that it does not know
 
 A message is one line: what, expected and got, what to do.
@@ -68,6 +69,10 @@ class RuntimeFailure(OnDeviceError):
 
 class UnitFailed(RuntimeFailure):
     """A unit raised or was lost while it worked."""
+
+
+class CallMismatch(RuntimeFailure):
+    """A Core ML function was called by a wrong name, or with missing, extra or wrong tensors."""
 
 
 class UnknownOp(RuntimeFailure):

@@ -103,11 +103,15 @@ class StartDraft:
 
 @dataclass(frozen=True, slots=True)
 class StartVerify:
-    """Score `rows` (row 0 is the root, parents come first) and walk them. See `on_verdict`."""
+    """Score `rows` (row 0 is the root, parents come first) and walk them. See `on_verdict`.
+
+    riders: rows that ride along for lookahead; their parents index rows, then riders.
+    """
 
     step: int
     rows: tuple[VerifyRow, ...]
     rule: AcceptanceRule
+    riders: tuple[VerifyRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,7 @@ class Verdict:
     accepted: the accepted nodes, top down. tokens: their tokens, then the verifier's own next one:
     (len(accepted) + 1,). logprobs: one each. top_logprobs: per token the likeliest (token,
     log-probability) pairs, empty unless asked for. hidden: the final norm's output of the last row
-    of the walk, shape (hidden_size,), when asked for. more: a run goes on; the last verdict of a
+    of the walk, shape (hidden_size,), when asked for. rider_tokens: each rider's likeliest token. more: a run goes on; the last verdict of a
     run has it False and no tokens when the run was ended from outside.
     """
 
@@ -200,6 +204,7 @@ class Verdict:
     end_ns: int
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     hidden: FloatArray | None = None
+    rider_tokens: tuple[int, ...] = ()
     more: bool = False
 
 

@@ -103,8 +103,8 @@ def uniform(seed: int, position: int, count: int, stream: int = VERIFIER_STREAM)
     generator = np.random.Philox(key=[seed, position], counter=[0, 0, 0, stream])
     words = generator.random_raw((count + 1) // 2)
     bits = words.astype("<u8", copy=False).view("<u4")[:count]
-    u = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
-    return np.minimum(u, _LARGEST_U)
+    u: FloatArray = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    return np.minimum(u, _LARGEST_U, out=u)
 
 
 def noise(seed: int, position: int, count: int, stream: int = VERIFIER_STREAM) -> FloatArray:
@@ -254,7 +254,9 @@ def walk_coupled(
     the tokens: those of the accepted rows, then the first one that no row holds.
     """
     children = {(row.parent, row.token): index for index, row in enumerate(rows) if index}
-    at, accepted, tokens = 0, [], []
+    at = 0
+    accepted: list[int] = []
+    tokens: list[int] = []
     while True:
         token = choose(at)
         tokens.append(token)
