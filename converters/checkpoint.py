@@ -1,0 +1,177 @@
+"""A source model, whatever its file format: configuration, tensors read one at a time, tokenizer.
+
+Tensors carry Hugging Face's canonical Llama names and layouts (`model.layers.0.self_attn.q_proj
+.weight`, rows are outputs), also when they come from a GGUF file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.artifact import SourceFile, file_sha256
+from ondevice.errors import BadCheckpoint, UnsupportedModel
+from ondevice.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SUPPORTED_FAMILIES = ("llama",)
+
+# Tables that old checkpoints carry and that follow from the configuration.
+_DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+class TensorStore(Protocol):
+    """Where a checkpoint's tensors lie; names and shapes are known without reading any."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor in the files, by canonical name."""
+        ...
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor `name`, widened to float32, owned by the caller."""
+        ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A readable source model. Nothing large is read before it is asked for.
+
+    `eos_token_ids` end a text; the first is the tokenizer's own. `label` names the source in
+    messages.
+    """
+
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    label: str
+    store: TensorStore
+    files: tuple[Path, ...]
+    load_tokenizer: Callable[[], PreTrainedTokenizerFast]
+
+    def names(self) -> list[str]:
+        """Canonical tensor names; `lm_head.weight` only when the head is not the embedding."""
+        return list(tensor_shapes(self.config))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor `name`; KeyError when the model has none of that name."""
+        return tensor_shapes(self.config)[name]
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """Read the tensor `name` as float32; BadCheckpoint when the file cannot be read."""
+        if name not in tensor_shapes(self.config):
+            raise KeyError(name)
+        return self.store.read(name)
+
+    @cached_property
+    def sources(self) -> list[SourceFile]:
+        """The files that the model was read from, with their sha256 (reads them once)."""
+        return [SourceFile(name=file.name, sha256=file_sha256(file)) for file in self.files]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer, chat template included; BadCheckpoint when it does not fit the model."""
+        tokenizer = self.load_tokenizer()
+        if len(tokenizer) > self.config.vocab_size:
+            raise BadCheckpoint(
+                f"{self.label}: expected a tokenizer of at most {self.config.vocab_size} tokens "
+                f"(the model's vocabulary), got {len(tokenizer)}; take tokenizer and weights "
+                "from the same release"
+            )
+        return tokenizer
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        """Identity of what token ids mean; equal for a GGUF and the folder exported from it."""
+        from ondevice.converters.tokenizer import tokenizer_digest
+
+        return tokenizer_digest(self.tokenizer)
+
+
+def open_checkpoint(source: Path) -> Checkpoint:
+    """Open a Hugging Face folder or a .gguf file.
+
+    Raises BadCheckpoint when files are missing, truncated or inconsistent, UnsupportedModel when
+    the model is of a family, or uses a feature or tensor type, that is not supported.
+    """
+    if source.is_dir():
+        from ondevice.converters.huggingface import open_folder
+
+        checkpoint = open_folder(source)
+    elif source.is_file():
+        from ondevice.converters.gguf import open_gguf
+
+        checkpoint = open_gguf(source)
+    else:
+        raise BadCheckpoint(
+            f"no model at {source}: expected a Hugging Face folder or a .gguf file; check the path"
+        )
+    check_sizes(checkpoint.config, checkpoint.label)
+    check_tensors(checkpoint.config, checkpoint.store.shapes(), checkpoint.label)
+    return checkpoint
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Llama of these sizes, in the order of the forward pass."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def check_sizes(config: ModelConfig, label: str) -> None:
+    """BadCheckpoint unless the configuration's sizes can make a model at all."""
+    if config.num_kv_heads < 1 or config.num_heads % config.num_kv_heads:
+        raise BadCheckpoint(
+            f"{label}: expected query heads to be a multiple of key/value heads, got "
+            f"{config.num_heads} and {config.num_kv_heads}; the configuration is damaged"
+        )
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise BadCheckpoint(
+            f"{label}: expected an even head size, got {config.head_dim}; "
+            "the configuration is damaged"
+        )
+
+
+def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], label: str) -> None:
+    """BadCheckpoint for a missing or misshapen tensor, UnsupportedModel for one too many."""
+    expected = tensor_shapes(config)
+    for name, shape in expected.items():
+        if name not in found:
+            raise BadCheckpoint(
+                f"{label}: expected tensor {name}, got no such tensor; download the model again"
+            )
+        if found[name] != shape:
+            raise BadCheckpoint(
+                f"{label}: tensor {name}: expected shape {list(shape)}, got {list(found[name])}; "
+                "configuration and weights are not of the same model"
+            )
+    for name in found:
+        redundant_head = name == "lm_head.weight" and config.tied_embeddings
+        if name not in expected and not redundant_head and not name.endswith(_DERIVED_SUFFIXES):
+            raise UnsupportedModel(
+                f"{label}: tensor {name} has no place in a plain Llama (supported families: "
+                f"{', '.join(SUPPORTED_FAMILIES)}, without biases or adapters); merge or remove it"
+            )

@@ -1,0 +1,164 @@
+"""Checkpoint -> verifier artifact: an MLX folder that `mlx_lm.load` opens as it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from ondevice.artifact import VERIFIER_FILE, VerifierManifest, file_sha256, replacing
+from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
+from ondevice.models.config import ModelConfig
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) as a conversion goes on."""
+
+SHARD_BYTES = 5 * 1024**3  # the limit that Hugging Face and mlx-lm use
+
+
+def write_verifier(
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: Dtype = "float32",
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> VerifierManifest:
+    """Write `checkpoint` as an MLX folder at `folder`, whole or not at all.
+
+    Weights are rounded to `dtype` and split into files of at most `shard_bytes` (a tensor is never
+    split); one file's worth is in memory at a time. Raises what reading the checkpoint raises, and
+    CacheUnwritable when the disk is full or refuses.
+    """
+    with replacing(folder) as scratch:
+        scratch.mkdir()
+        _write_json(scratch / "config.json", mlx_config(checkpoint, dtype))
+        _write_json(scratch / "generation_config.json", _generation_config(checkpoint))
+        checkpoint.tokenizer.save_pretrained(scratch)
+        hashes = _write_weights(checkpoint, scratch, dtype, progress, shard_bytes)
+        manifest = VerifierManifest(
+            family=checkpoint.config.family,
+            dtype=dtype,
+            context=checkpoint.config.context,
+            vocab_size=checkpoint.config.vocab_size,
+            weights_sha256=hashes,
+            tokenizer_sha256=checkpoint.tokenizer_sha256,
+            sources=checkpoint.sources,
+            converter_version=version("ondevice"),
+        )
+        manifest.write(scratch / VERIFIER_FILE)
+    return manifest
+
+
+def mlx_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
+    """config.json of a Llama: the keys that both mlx-lm and transformers read.
+
+    Nothing is left to a default: for `tie_word_embeddings` the two disagree on it.
+    """
+    config = checkpoint.config
+    content: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling(config),
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": dtype,
+    }
+    if checkpoint.eos_token_ids:
+        content["eos_token_id"] = list(checkpoint.eos_token_ids)
+    if checkpoint.tokenizer.bos_token_id is not None:
+        content["bos_token_id"] = checkpoint.tokenizer.bos_token_id
+    return content
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
+
+
+def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"eos_token_id": list(checkpoint.eos_token_ids)} if checkpoint.eos_token_ids else {}
+
+
+def _write_weights(
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: Dtype,
+    progress: Progress | None,
+    shard_bytes: int,
+) -> dict[str, str]:
+    """Write the shards and, for several, their index; sha256 of each by file name."""
+    import mlx.core as mx
+
+    target = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}[dtype]
+    sizes = tensor_bytes(checkpoint.config, target.size)
+    total_bytes, done_bytes = sum(sizes.values()), 0
+    plan = plan_shards(sizes, shard_bytes)
+    weight_map: dict[str, str] = {}
+    hashes: dict[str, str] = {}
+    for number, names in enumerate(plan, start=1):
+        shard = "model.safetensors"
+        if len(plan) > 1:
+            shard = f"model-{number:05}-of-{len(plan):05}.safetensors"
+        tensors = {}
+        for name in names:
+            tensors[name] = mx.array(checkpoint.tensor(name)).astype(target)
+            mx.eval(tensors[name])
+            done_bytes += sizes[name]
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+        mx.save_safetensors(str(folder / shard), tensors, metadata={"format": "mlx"})
+        hashes[shard] = file_sha256(folder / shard)
+        weight_map |= dict.fromkeys(names, shard)
+    if len(plan) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return hashes
+
+
+def tensor_bytes(config: ModelConfig, item_bytes: int) -> dict[str, int]:
+    """Size of every tensor by name, at `item_bytes` a weight."""
+    sizes = {}
+    for name, shape in tensor_shapes(config).items():
+        sizes[name] = math.prod(shape) * item_bytes
+    return sizes
+
+
+def plan_shards(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
+    """Names by file, in order: a file is closed before it would outgrow `shard_bytes`."""
+    plan: list[list[str]] = []
+    filled_bytes = 0
+    for name, size_bytes in sizes.items():
+        if not plan or filled_bytes + size_bytes > shard_bytes:
+            plan.append([])
+            filled_bytes = 0
+        plan[-1].append(name)
+        filled_bytes += size_bytes
+    return plan
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
