@@ -1,0 +1,1 @@
+"""Core ML packages on any machine: reading, linting and executing them."""

@@ -1,0 +1,7 @@
+"""The emulator's ops by MIL type: `RULES` for those that run, `CONSTEXPR` for packed weights."""
+
+from ondevice.coreml.ops import elementwise, linear, reduction, shape  # noqa: F401  fill RULES
+from ondevice.coreml.ops.base import RULES
+from ondevice.coreml.ops.constexpr import CONSTEXPR
+
+__all__ = ["CONSTEXPR", "RULES"]
