@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ondevice.artifact import VERIFIER_FILE, VerifierManifest, file_sha256, replacing
 from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
 from ondevice.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Progress = Callable[[int, int], None]
@@ -130,13 +134,23 @@ def _write_weights(
             done_bytes += sizes[name]
             if progress is not None:
                 progress(done_bytes, total_bytes)
-        mx.save_safetensors(str(folder / shard), tensors, metadata={"format": "mlx"})
+        _save(folder / shard, tensors)
         hashes[shard] = file_sha256(folder / shard)
         weight_map |= dict.fromkeys(names, shard)
     if len(plan) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
     return hashes
+
+
+def _save(file: Path, tensors: dict[str, mx.array]) -> None:
+    import mlx.core as mx
+
+    try:
+        mx.save_safetensors(str(file), tensors, metadata={"format": "mlx"})
+    except RuntimeError as error:
+        # MLX's "Unable to write" carries no errno: a full disk, or one that has gone away.
+        raise OSError(errno.ENOSPC, f"{error}") from error
 
 
 def tensor_bytes(config: ModelConfig, item_bytes: int) -> dict[str, int]:
