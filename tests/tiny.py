@@ -223,21 +223,22 @@ def write_gguf(
     for name, tensor in model.tensors.items():
         heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads}
         count = next((heads[key] for key in heads if key in name), None)
-        rows = tensor if count is None else _interleaved(tensor, count)
-        arrays[_gguf_name(name)] = mx.array(np.ascontiguousarray(rows))
+        rows = tensor if count is None else interleaved(tensor, count)
+        arrays[gguf_name(name)] = mx.array(np.ascontiguousarray(rows))
     arrays |= {name: mx.array(tensor) for name, tensor in (extra or {}).items()}
     mx.save_gguf(str(file), arrays, metadata or gguf_metadata(model.config))
     return file
 
 
-def _interleaved(tensor: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+def interleaved(tensor: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
     """Row i and row i + head_dim / 2 of each head become neighbours."""
     head_dim = tensor.shape[0] // heads
     order = np.arange(head_dim).reshape(2, head_dim // 2).T.ravel()
     return tensor.reshape(heads, head_dim, -1)[:, order].reshape(tensor.shape)
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a Hugging Face tensor."""
     renames = (
         ("model.embed_tokens", "token_embd"),
         ("model.norm", "output_norm"),
