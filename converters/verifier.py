@@ -5,22 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ondevice.artifact import VERIFIER_FILE, VerifierManifest, file_sha256, replacing
 from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
+from ondevice.converters.progress import Progress
 from ondevice.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) as a conversion goes on."""
-
 SHARD_BYTES = 5 * 1024**3  # the limit that Hugging Face and mlx-lm use
 
 
@@ -77,7 +74,7 @@ def mlx_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
         "max_position_embeddings": config.context,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_scaling(config),
+        "rope_scaling": rope_scaling(config),
         "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
@@ -90,7 +87,8 @@ def mlx_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
     return content
 
 
-def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+def rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """`rope_scaling` of a config.json as mlx-lm and transformers read it; None for plain RoPE."""
     scaling = config.rope_scaling
     if scaling is None:
         return None
