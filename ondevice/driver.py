@@ -1,0 +1,244 @@
+"""Runs the coordinator on real units: one worker thread each, one inbox a session."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from ondevice.coordinator import Coordinator
+from ondevice.errors import OnDeviceError, UnitFailed
+from ondevice.policy import Schedule
+from ondevice.records import (
+    AnswerLimits,
+    Command,
+    Emit,
+    Prefill,
+    StartDraft,
+    StartRun,
+    StartVerify,
+    Stop,
+    Truncate,
+    UnitName,
+)
+from ondevice.sampling import Law
+from ondevice.units import DrafterUnit, DraftRequest, RunRequest, VerifierUnit, VerifyRequest
+
+log = logging.getLogger(__name__)
+
+Unit = TypeVar("Unit", bound=VerifierUnit | DrafterUnit)
+Result = TypeVar("Result")
+Event = Callable[[int], list[Command]]
+
+
+class UnitWorker(Generic[Unit]):
+    """One thread that opens a unit and is the only one ever to touch it (MLX demands that)."""
+
+    def __init__(self, name: UnitName, open_unit: Callable[[], Unit]) -> None:
+        """Starts at once; `opened` waits for the unit."""
+        self.name = name
+        self._jobs: queue.SimpleQueue[Callable[[Unit], None] | None] = queue.SimpleQueue()
+        self._opened: Future[Unit] = Future()
+        self._thread = threading.Thread(
+            target=self._work, args=(open_unit,), name=f"ondevice-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def _work(self, open_unit: Callable[[], Unit]) -> None:
+        try:
+            unit = open_unit()
+        except BaseException as error:
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(unit)
+        while (job := self._jobs.get()) is not None:
+            job(unit)
+        unit.close()
+
+    def opened(self) -> Unit:
+        """Wait for the unit, for its constant properties; raises what opening it raised."""
+        return self._opened.result()
+
+    def submit(self, job: Callable[[Unit], None]) -> None:
+        """Run `job` on the worker after those before it; it must not raise."""
+        self._jobs.put(job)
+
+    def call(self, function: Callable[[Unit], Result]) -> Result:
+        """Run `function` on the worker and wait for what it returns or raises."""
+        self.opened()
+        future: Future[Result] = Future()
+
+        def job(unit: Unit) -> None:
+            try:
+                future.set_result(function(unit))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.submit(job)
+        return future.result()
+
+    def close(self) -> None:
+        """Close the unit once it has done what it was told, and wait for that."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class Driver:
+    """One session's coordinator on two workers. An answer is pumped by the thread that reads it."""
+
+    def __init__(
+        self, verifier: UnitWorker[VerifierUnit], drafter: UnitWorker[DrafterUnit] | None
+    ) -> None:
+        self.coordinator = Coordinator(drafter=drafter is not None)
+        self._verifier = verifier
+        self._drafter = drafter
+        self._verifier_session = verifier.call(lambda unit: unit.open_session())
+        self._drafter_session = drafter.call(lambda unit: unit.open_session()) if drafter else -1
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._run_over = threading.Event()
+        self._closed = False
+
+    def answer(
+        self, tokens: Sequence[int], limits: AnswerLimits, schedule: Schedule, law: Law
+    ) -> Generator[Emit | Stop, None, None]:
+        """Everything that becomes text after `tokens`, then one Stop.
+
+        Closing the iterator early, or an exception thrown into it, cancels the answer.
+        """
+        self._law, self._schedule, self._cancelled = law, schedule, threading.Event()
+        commands = self.coordinator.on_prompt(
+            time.monotonic_ns(), tokens, limits, schedule, greedy=law.greedy
+        )
+        stopped = False
+        try:
+            while not stopped:
+                for command in self._carry_out(commands):
+                    stopped = stopped or isinstance(command, Stop)
+                    yield command
+                if not stopped:
+                    commands = self._inbox.get()(time.monotonic_ns())
+        finally:
+            if not stopped:
+                self._abandon()
+
+    def cancel(self) -> None:
+        """End the answer under way. From any thread; nothing happens when there is none."""
+        self._cancelled.set()
+        turn = self.coordinator.turn
+
+        def event(now_ns: int) -> list[Command]:
+            return self.coordinator.on_cancel(now_ns) if self.coordinator.turn is turn else []
+
+        self._inbox.put(event)
+
+    def close(self) -> None:
+        """Free both caches, once what runs has run out."""
+        if self._closed:
+            return
+        self._closed = True
+        self._abandon()
+        self._verifier.submit(lambda unit: unit.close_session(self._verifier_session))
+        if self._drafter is not None:
+            self._drafter.submit(lambda unit: unit.close_session(self._drafter_session))
+
+    def _abandon(self) -> None:
+        self._cancelled.set()
+        self._carry_out(self.coordinator.on_cancel(time.monotonic_ns()))
+
+    def _carry_out(self, commands: Sequence[Command]) -> list[Emit | Stop]:
+        """Give the units their commands; what is for the reader is returned.
+
+        Units come first: a reader that takes its time shall not keep them waiting.
+        """
+        for command in commands:
+            match command:
+                case Prefill(unit="verifier") | StartVerify() | StartRun():
+                    self._verifier.submit(self._verifier_job(command))
+                case Prefill(unit="drafter") | StartDraft():
+                    assert self._drafter is not None
+                    self._drafter.submit(self._drafter_job(command))
+                case Truncate(unit="verifier", length=length):
+                    self._run_over.set()
+                    self._truncate(self._verifier, self._verifier_session, length)
+                case Truncate(unit="drafter", length=length):
+                    assert self._drafter is not None
+                    self._truncate(self._drafter, self._drafter_session, length)
+        return [command for command in commands if isinstance(command, Emit | Stop)]
+
+    def _verifier_job(
+        self, command: Prefill | StartVerify | StartRun
+    ) -> Callable[[VerifierUnit], None]:
+        session, law, cancelled = self._verifier_session, self._law, self._cancelled
+        self._run_over = run_over = threading.Event()
+
+        def job(unit: VerifierUnit) -> None:
+            match command:
+                case Prefill(step=step, tokens=tokens):
+                    length = unit.prefill(session, tokens, cancelled.is_set)
+                    self._prefilled("verifier", step, length)
+                case StartVerify(step=step, rows=rows, rule=rule, riders=riders):
+                    request = VerifyRequest(session, step, rows, rule, law, riders)
+                    (verdict,) = unit.verify([request])
+                    self._post(partial(self.coordinator.on_verdict, verdict=verdict))
+                case StartRun(step=step, root=root, limit=limit):
+                    run = RunRequest(session, step, root.token, limit, law)
+                    for verdict in unit.run(run, run_over.is_set):
+                        self._post(partial(self.coordinator.on_verdict, verdict=verdict))
+
+        return self._guarded("verifier", job)
+
+    def _drafter_job(self, command: Prefill | StartDraft) -> Callable[[DrafterUnit], None]:
+        session, law, cancelled = self._drafter_session, self._law, self._cancelled
+        schedule = self._schedule
+
+        def job(unit: DrafterUnit) -> None:
+            match command:
+                case Prefill(step=step, tokens=tokens):
+                    length = unit.prefill(session, tokens, cancelled.is_set)
+                    self._prefilled("drafter", step, length)
+                case StartDraft(step=step, rows=rows, committed=committed, dropped=dropped):
+                    request = DraftRequest(
+                        session=session,
+                        step=step,
+                        rows=rows,
+                        committed=committed,
+                        dropped=dropped,
+                        children=schedule.children,
+                        rule=schedule.rule,
+                        law=law,
+                    )
+                    result = unit.draft(request)
+                    self._post(partial(self.coordinator.on_draft, result=result))
+
+        return self._guarded("drafter", job)
+
+    def _truncate(self, worker: UnitWorker[Any], session: int, length: int) -> None:
+        worker.submit(self._guarded(worker.name, lambda unit: unit.truncate(session, length)))
+
+    def _guarded(self, name: UnitName, job: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The job, with an exception made an event."""
+
+        def guarded(unit: Any) -> None:
+            try:
+                job(unit)
+            except Exception as error:
+                log.debug("the %s failed", name, exc_info=error)
+                if not isinstance(error, OnDeviceError):
+                    error = UnitFailed(f"the {name} failed: {type(error).__name__}: {error}")
+                self._post(partial(self.coordinator.on_failure, unit=name, error=error))
+
+        return guarded
+
+    def _prefilled(self, unit: UnitName, step: int, length: int) -> None:
+        done = partial(self.coordinator.on_prefill, unit=unit, step=step, length=length)
+        self._post(done)
+
+    def _post(self, event: Event) -> None:
+        self._inbox.put(event)

@@ -1,0 +1,185 @@
+"""Where all meet: a pair of models opened once, each unit on a thread of its own.
+
+with Engine.open("smollm2") as engine, engine.session() as session:
+    for piece in session.stream("What is the capital of France?"):
+        print(piece.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, cast
+
+from ondevice import blas
+from ondevice.artifact import (
+    DRAFTER_FILE,
+    PAIR_FILE,
+    VERIFIER_FILE,
+    DrafterManifest,
+    PairManifest,
+    VerifierManifest,
+)
+from ondevice.driver import Driver, UnitWorker
+from ondevice.errors import ArtifactError, UserError
+from ondevice.session import Answer, Model, Options, Prompt, Session
+from ondevice.units import DrafterUnit, VerifierUnit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_PAIR = "smollm2"
+
+
+class Engine:
+    """A verifier and its drafter, shared by all sessions."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_tokens: frozenset[int],
+        open_verifier: Callable[[], VerifierUnit],
+        open_drafter: Callable[[], DrafterUnit] | None,
+    ) -> None:
+        """The parts, for those who bring their own units; everyone else calls `open`.
+
+        Both functions run on the unit's own thread. A drafter that does not open costs speed
+        only: answers say why. Raises what opening the verifier raised, and the user's mistakes.
+        """
+        self._sessions: set[Session] = set()
+        self._verifier = UnitWorker("verifier", open_verifier)
+        drafter = UnitWorker("drafter", open_drafter) if open_drafter else None
+        self._drafter, no_drafter = None, "the pair has no drafter"
+        try:
+            if drafter is not None:
+                self._drafter, no_drafter = _opened(drafter)
+            unit = self._verifier.opened()
+        except BaseException:
+            self._close_workers()
+            raise
+        self.model = Model(
+            tokenizer=tokenizer,
+            end_tokens=end_tokens,
+            context=unit.context,
+            vocab_size=unit.vocab_size,
+            shape=unit.shape,
+            shape_reason=unit.shape_reason,
+            no_drafter=no_drafter,
+        )
+
+    @classmethod
+    def open(cls, pair: str | Path = DEFAULT_PAIR, *, quiet: bool = False) -> Self:
+        """Open a pair by its name in pairs.toml or its folder.
+
+        A named pair is downloaded and converted when it is not there yet; quiet: without progress
+        on stderr. Raises UserError for what the user can mend.
+        """
+        blas.prepare()
+        from ondevice.converters.pair import prepare_pair
+
+        return cls.open_folder(prepare_pair(pair, quiet=quiet))
+
+    @classmethod
+    def open_folder(cls, folder: Path) -> Self:
+        """Open a converted pair; raises ArtifactError when its parts do not match."""
+        blas.prepare()
+        pair = PairManifest.read(folder / PAIR_FILE)
+        verifier_folder = folder / pair.verifier
+        _check_tokenizers(folder, pair)
+        tokenizer = _load_tokenizer(verifier_folder)
+
+        def open_verifier() -> VerifierUnit:
+            from ondevice.verifier import MLXVerifier
+
+            return MLXVerifier.open(verifier_folder)
+
+        def open_drafter() -> DrafterUnit:
+            from ondevice.drafter import CoreMLDrafter
+
+            return CoreMLDrafter.open(folder / (pair.drafter or ""), verifier_folder)
+
+        return cls(
+            tokenizer,
+            _end_tokens(verifier_folder, tokenizer),
+            open_verifier,
+            open_drafter if pair.drafter else None,
+        )
+
+    def session(self, *, system: str | None = None) -> Session:
+        """A new conversation with caches of its own; `system` is its first message."""
+        driver = Driver(self._verifier, self._drafter)
+        session = Session(self.model, driver, system, on_close=self._sessions.discard)
+        self._sessions.add(session)
+        return session
+
+    def generate(self, prompt: Prompt, options: Options | None = None) -> Answer:
+        """One answer in a session of its own. Raises as `Session.generate` does."""
+        with self.session() as session:
+            return session.generate(prompt, options)
+
+    def close(self) -> None:
+        """Cancel every answer, free both units and end their threads."""
+        for session in list(self._sessions):
+            session.close()
+        self._close_workers()
+
+    def _close_workers(self) -> None:
+        self._verifier.close()
+        if self._drafter is not None:
+            self._drafter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _opened(
+    drafter: UnitWorker[DrafterUnit],
+) -> tuple[UnitWorker[DrafterUnit] | None, str]:
+    """The worker once its unit is open, or None and the reason."""
+    try:
+        drafter.opened()
+    except UserError:
+        raise
+    except Exception as error:
+        return None, f"the drafter did not open: {error}"
+    return drafter, ""
+
+
+def _check_tokenizers(folder: Path, pair: PairManifest) -> None:
+    verifier = VerifierManifest.read(folder / pair.verifier / VERIFIER_FILE)
+    if pair.drafter is None:
+        return
+    drafter = DrafterManifest.read(folder / pair.drafter / DRAFTER_FILE)
+    if drafter.tokenizer_sha256 != verifier.tokenizer_sha256:
+        raise ArtifactError(
+            f"the drafter in {folder} was built for tokenizer {drafter.tokenizer_sha256[:8]}, the "
+            f"verifier uses {verifier.tokenizer_sha256[:8]}; convert the drafter again from a "
+            "model with the verifier's tokenizer"
+        )
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ArtifactError(
+            f"no readable tokenizer in {folder} ({reason}); convert the pair again"
+        ) from error
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def _end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end an answer: the tokenizer's, and those of generation_config.json."""
+    ends = {tokenizer.eos_token_id}
+    path = folder / "generation_config.json"
+    if path.exists():
+        stated = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        ends.update(stated if isinstance(stated, list) else [stated])
+    return frozenset(end for end in ends if isinstance(end, int))
