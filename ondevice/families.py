@@ -1,0 +1,86 @@
+"""Which rows a model's forward may hold: the reviewed list, its reasons, and the proof at open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
+
+from ondevice.units import TreeShape
+
+REVIEWED = frozenset({"llama"})
+"""Modules of mlx_lm.models that were read: a row depends on its position and mask only."""
+
+_OFFSET_SCALE = "its attention scale is computed from the cache's length, not from row positions"
+_LEARNED = "its learned position embeddings are read in order"
+REFUSED = {
+    "ministral3": _OFFSET_SCALE,
+    "mistral3": _OFFSET_SCALE,
+    "mistral4": _OFFSET_SCALE,
+    "llama4": _OFFSET_SCALE,
+    "gpt2": _LEARNED,
+    "gpt_bigcode": _LEARNED,
+    "nanochat": "its rotary embedding has a form of its own",
+}
+"""Families known to be wrong with tree rows, and why."""
+
+Forward = Callable[[Sequence[int], Sequence[int], list[Any]], mx.array]
+"""(tokens, parents, layer caches) -> logits (rows, vocab), appended to the caches."""
+
+
+def family_of(model: nn.Module) -> str:
+    """Name of the mlx_lm.models module that implements `model`."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+def shape_of(model: nn.Module) -> tuple[TreeShape, str]:
+    """The rows that `model` may be given, and why not a tree ("" if it is one)."""
+    family = family_of(model)
+    if any(isinstance(m, DynamicNTKScalingRoPE) for _, m in model.named_modules()):
+        return "plain", "dynamic NTK RoPE turns a row's keys by the length of its forward"
+    kinds = {type(cache) for cache in make_prompt_cache(model)}
+    if family in REVIEWED and kinds <= {KVCache, RotatingKVCache}:
+        return "tree", ""
+    if kinds != {KVCache}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds - {KVCache}))
+        return "plain", f"{family} keeps a state that cannot be rolled back ({names})"
+    reason = REFUSED.get(family)
+    if reason is not None:
+        return "chain", f"{family}: {reason}"
+    return "chain", f"{family} is not among the reviewed families ({', '.join(sorted(REVIEWED))})"
+
+
+TREE = (-1, 0, 0, 2, 1)
+"""Parents of the probe's rows: two branches whose rows are interleaved."""
+PATHS = ((0, 1, 4), (0, 2, 3))
+TOLERANCE = {mx.float32: 1e-3}
+"""Largest error by dtype of the logits, in their standard deviations; 0.1 in half precision."""
+
+
+def tree_error(forward: Forward, new_cache: Callable[[], list[Any]], vocab_size: int) -> float:
+    """Largest difference of tree rows from decoding their paths in order, in logit deviations.
+
+    inf when anything is not finite.
+    """
+    tokens = np.random.default_rng(0).integers(vocab_size, size=len(TREE) + 2).tolist()
+    prompt, rows = tokens[:2], tokens[2:]
+    cache = new_cache()
+    forward(prompt, (-1, 0), cache)
+    tree = np.array(forward(rows, TREE, cache).astype(mx.float32))
+    worst = 0.0
+    for path in PATHS:
+        chain = [*prompt, *(rows[row] for row in path)]
+        logits = forward(chain, range(-1, len(chain) - 1), new_cache())
+        expected = np.array(logits.astype(mx.float32))[len(prompt) :]
+        worst = max(worst, float(np.abs(tree[list(path)] - expected).max() / expected.std()))
+    return worst if np.isfinite(worst) else float("inf")
+
+
+def tolerance(dtype: mx.Dtype) -> float:
+    """What `tree_error` may be for logits of `dtype`."""
+    return TOLERANCE.get(dtype, 0.1)

@@ -1,0 +1,101 @@
+"""Loading an MLX folder: its manifest is checked first, mlx-lm does the rest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.utils import load_model
+
+from ondevice.artifact import VERIFIER_FILE, VerifierManifest, file_sha256
+from ondevice.errors import ArtifactError, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory. context: in tokens. original_context: before RoPE scaling, 0 if none."""
+
+    model: nn.Module
+    vocab_size: int
+    context: int
+    original_context: int
+
+
+def load_folder(folder: Path) -> LoadedModel:
+    """Load an MLX folder onto the calling thread's device.
+
+    Raises ArtifactError for a folder that is incomplete or damaged, or whose weights do not match
+    its manifest (a folder that mlx-lm made has none); UnsupportedModel for a family mlx-lm lacks.
+    """
+    config = _read_config(folder)
+    _check_manifest(folder)
+    try:
+        model, _ = load_model(folder)
+    except ValueError as error:
+        if "not supported" in str(error):
+            raise UnsupportedModel(f"{folder}: {_one_line(error)}") from error
+        raise _damaged(folder, error) from error
+    except (OSError, RuntimeError, KeyError, TypeError) as error:
+        raise _damaged(folder, error) from error
+    sizes = {**config, **(config.get("text_config") or {})}
+    scaling = sizes.get("rope_scaling") or {}
+    return LoadedModel(
+        model=model,
+        vocab_size=_size(sizes, "vocab_size", folder),
+        context=_size(sizes, "max_position_embeddings", folder),
+        original_context=int(scaling.get("original_max_position_embeddings", 0)),
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{folder} is not an MLX model folder: config.json: {_one_line(error)}; "
+            "make one with `ondevice convert`"
+        ) from error
+    if not isinstance(config, dict):
+        raise ArtifactError(
+            f"{folder / 'config.json'} is not a JSON object; convert the pair again"
+        )
+    return config
+
+
+def _check_manifest(folder: Path) -> None:
+    if not (folder / VERIFIER_FILE).exists():
+        return
+    manifest = VerifierManifest.read(folder / VERIFIER_FILE)
+    for name, expected in manifest.weights_sha256.items():
+        path = folder / name
+        if not path.is_file():
+            raise ArtifactError(f"{path} is missing, its manifest names it; convert the pair again")
+        found = file_sha256(path)
+        if found != expected:
+            raise ArtifactError(
+                f"{path} does not match its manifest: sha256 expected {expected[:12]}, "
+                f"got {found[:12]}; convert the pair again"
+            )
+
+
+def _damaged(folder: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"{folder} cannot be loaded: {_one_line(error)}; the folder is incomplete or damaged, "
+        "convert the pair again"
+    )
+
+
+def _size(config: dict[str, Any], key: str, folder: Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ArtifactError(
+            f"{folder / 'config.json'}: {key} must be a positive integer, got {value}"
+        )
+    return value
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,176 @@
+"""Tree rows for mlx-lm models whose code knows only chains.
+
+A forward over a tree differs from one over a chain in two things: the position of a row is that of
+the root plus its depth, and a row sees the prefix and its own ancestors only. `RowLayout` holds
+both for the forward at hand; the caches (`ondevice.treecache`) take the mask from it, and a wrapper
+around each attention's `rope` takes the positions. Without a tree, models run their usual path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+
+
+class RowLayout:
+    """Where the rows of the forward at hand stand. One per model, shared by all its wrappers.
+
+    positions: absolute position of each row, int32 (rows,), or None for a plain chain.
+    shift: added to every position, so that a probe reaches far positions with a short text.
+    """
+
+    def __init__(self) -> None:
+        self.positions: mx.array | None = None
+        self.shift = 0
+        self._depths = np.zeros(0, dtype=np.int32)
+        self._ancestors = np.zeros((0, 0), dtype=np.bool_)
+        self._masks: dict[tuple[int, int | None], mx.array] = {}
+
+    @contextmanager
+    def tree(self, parents: Sequence[int], prefix: int) -> Iterator[None]:
+        """Lay out rows with these `parents` (-1: none) after `prefix` cached tokens."""
+        self._depths, self._ancestors = tree_of(parents)
+        self.positions = mx.array(self._depths + np.int32(prefix + self.shift))
+        try:
+            yield
+        finally:
+            self.positions = None
+            self._masks.clear()
+
+    def mask(self, prefix: int, window: int | None) -> mx.array:
+        """What each row sees of the cache and of the rows: bool (rows, prefix + rows)."""
+        key = (prefix, window)
+        if key not in self._masks:
+            self._masks[key] = mx.array(self._visible(prefix, window))
+        return self._masks[key]
+
+    def _visible(self, prefix: int, window: int | None) -> npt.NDArray[np.bool_]:
+        before = np.ones((len(self._depths), prefix), dtype=np.bool_)
+        within = self._ancestors
+        if window is not None:
+            row_at = (prefix + self._depths)[:, None]
+            before = row_at < np.arange(prefix) + window
+            within = within & (row_at < row_at.T + window)
+        return np.concatenate([before, within], axis=1)
+
+
+def tree_of(parents: Sequence[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Depth of each row, (n,), and who is whose ancestor or itself, (n, n); -1 is no parent."""
+    count = len(parents)
+    depths = np.zeros(count, dtype=np.int32)
+    ancestors = np.eye(count, dtype=np.bool_)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            depths[row] = depths[parent] + 1
+            ancestors[row] |= ancestors[parent]
+    return depths, ancestors
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    """Whether every row follows the one before it."""
+    return all(parent == row - 1 for row, parent in enumerate(parents))
+
+
+class RowRope:
+    """An attention's rope module, with one position per row when the layout has a tree.
+
+    `mx.fast.rope` takes one offset per batch entry, so the rows become the batch. Not an
+    `nn.Module`: no parameter path of the model changes.
+    """
+
+    def __init__(self, inner: nn.Module, layout: RowLayout) -> None:
+        self.inner = inner
+        self.layout = layout
+
+    def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
+        """x: (batch, heads, rows, head_dim); `offset` is ignored under a tree."""
+        positions = self.layout.positions
+        if positions is None:
+            if self.layout.shift:
+                offset = offset + self.layout.shift
+            rotated: mx.array = self.inner(x, offset, *args, **kwargs)
+            return rotated
+        batch, heads, rows, width = x.shape
+        flat = x.transpose(0, 2, 1, 3).reshape(batch * rows, heads, 1, width)
+        offsets = positions if batch == 1 else mx.tile(positions, batch)
+        rotated = self.inner(flat, offsets, *args, **kwargs)
+        return rotated.reshape(batch, rows, heads, width).transpose(0, 2, 1, 3)
+
+
+class NormTap:
+    """The model's final norm; keeps its output, the model's hidden states, when asked to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.inner = inner
+        self._wanted = False
+        self._output: mx.array | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (batch, rows, hidden_size)."""
+        normed: mx.array = self.inner(x)
+        if self._wanted:
+            self._output = normed
+        return normed
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Keep the output of the forward inside the block."""
+        self._wanted = True
+        try:
+            yield
+        finally:
+            self._wanted = False
+
+    def take(self) -> mx.array:
+        """The captured output of the first batch entry, (rows, hidden_size); forgets it."""
+        assert self._output is not None, "no forward was captured"
+        output, self._output = self._output, None
+        return output[0]
+
+    @property
+    def weight(self) -> mx.array:
+        """The norm's own weight; some models read it."""
+        weight: mx.array = self.inner.weight
+        return weight
+
+
+class Instrumented:
+    """An mlx-lm model with wrapped ropes and a tapped final norm; `undo` takes both off again.
+
+    Wrap after the weights are loaded. The wrapped modules' own parameters are out of
+    `model.parameters()` until `undo`, so undo before saving.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layout = RowLayout()
+        self._ropes = [
+            (module, module.rope)
+            for _, module in model.named_modules()
+            if isinstance(getattr(module, "rope", None), nn.Module)
+        ]
+        for attention, rope in self._ropes:
+            attention.rope = RowRope(rope, self.layout)
+        self._trunk = getattr(model, "model", None)
+        norm = getattr(self._trunk, "norm", None)
+        self.tap = NormTap(norm) if isinstance(norm, nn.Module) else None
+        if self.tap is not None:
+            self._trunk.norm = self.tap
+
+    @property
+    def ropes(self) -> list[nn.Module]:
+        """The model's own rope modules, unwrapped."""
+        return [rope for _, rope in self._ropes]
+
+    def undo(self) -> None:
+        """Put the model's own modules back."""
+        for attention, rope in self._ropes:
+            attention.rope = rope
+        if self.tap is not None:
+            self._trunk.norm = self.tap.inner
