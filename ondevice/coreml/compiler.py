@@ -17,8 +17,19 @@ from ondevice.errors import RuntimeFailure, UnknownOp
 _HALF, _SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 
 
+_SMALLEST_NORMAL = np.float32(2.0**-14)
+_SUBNORMAL_GRID = np.float32(0.75)  # its float32 neighbours lie 2^-24 apart, as fp16 subnormals do
+
+
 def to_half(x: Array) -> Array:
-    """Float32 values rounded to half precision, still float32; overflow gives infinity."""
+    """Float32 values rounded to half precision, still float32; overflow gives infinity.
+
+    numpy raises a floating-point flag for each subnormal that it rounds, 40 ns apiece, and an
+    attention softmax is full of them: they are rounded beforehand by adding and subtracting 0.75.
+    """
+    tiny = np.abs(x) < _SMALLEST_NORMAL
+    if tiny.any():
+        x = np.where(tiny, np.copysign((x + _SUBNORMAL_GRID) - _SUBNORMAL_GRID, x), x)
     return x.astype(_HALF).astype(_SINGLE)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from ondevice.coreml.blob import Array
 from ondevice.coreml.ops.base import Kernel, Lowered, Operands, rule
 
+_SHORT_ROW = 64  # elements; from there on numpy's own reduction is as fast as folding
+
 
 def _mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
     count = math.prod(x.shape[a] for a in axis)
@@ -47,10 +49,38 @@ _EXTREMES: dict[str, Kernel] = {
 }
 
 
+_FOLDED = {
+    "reduce_max": np.maximum,
+    "reduce_min": np.minimum,
+    "reduce_sum": np.add,
+}
+
+
+def _folding(fold: np.ufunc, axis: int) -> Kernel:
+    """Reduce `axis`, a power of two long, by folding its halves together.
+
+    numpy reduces an inner axis one short row at a time: (1, 128, 128, 8) over axis 2 takes 0.46 ms,
+    folded 0.06 ms.
+    """
+    lead = (slice(None),) * axis
+
+    def kernel(x: Array) -> Array:
+        while (half := x.shape[axis] // 2) > 0:
+            x = fold(x[(*lead, slice(half))], x[(*lead, slice(half, None))])
+        return x
+
+    return kernel
+
+
 def _reduction(op: Operands, reduce: Kernel) -> Lowered:
-    rank = len(op.type("x").shape)
+    shape = op.type("x").shape
+    rank = len(shape)
     axes = tuple(axis % rank for axis in op.integers("axes", tuple(range(rank))))
     keep = op.flag("keep_dims", False)
+    if op.op.type in _FOLDED and len(axes) == 1 and keep:
+        length, row = shape[axes[0]], math.prod(shape[axes[0] + 1 :])
+        if length.bit_count() == 1 < length and 1 < row <= _SHORT_ROW:
+            return Lowered(_folding(_FOLDED[op.op.type], axes[0]), ("x",))
     return Lowered(lambda x: reduce(x, axis=axes, keepdims=keep), ("x",))
 
 
@@ -86,20 +116,33 @@ def _softmax(op: Operands) -> Lowered:
     return Lowered(kernel, ("x",))
 
 
+def _averaging(shape: tuple[int, ...], axes: tuple[int, ...]) -> Kernel:
+    """Mean over `axes`, kept as axes of length 1.
+
+    Over the channels of (1, C, 1, T) it is a product with a row of 1/C: a layer norm of
+    (1, 1152, 1, 8) takes 19 us, 55 us with numpy's sums.
+    """
+    scale = np.float32(1 / math.prod(shape[axis] for axis in axes))
+    if len(shape) == 4 and axes == (1,) and shape[0] == shape[2] == 1:
+        row = np.full(shape[1], scale)
+        columns = shape[1:4:2]
+        return lambda x: np.dot(row, x.reshape(columns)).reshape(1, 1, 1, -1)
+    return lambda x: np.add.reduce(x, axis=axes, keepdims=True) * scale
+
+
 @rule("layer_norm")
 def _layer_norm(op: Operands) -> Lowered:
     shape = op.type("x").shape
     axes = tuple(a % len(shape) for a in op.integers("axes", tuple(range(len(shape)))))
     epsilon = op.number("epsilon", 1e-5)
-    scale = np.float32(1 / math.prod(shape[axis] for axis in axes))
     broadcast = tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
     gamma = op.array("gamma").reshape(broadcast) if op.has("gamma") else None
     beta = op.array("beta").reshape(broadcast) if op.has("beta") else None
+    average = _averaging(shape, axes)
 
     def kernel(x: Array) -> Array:
-        y = x - np.add.reduce(x, axis=axes, keepdims=True) * scale
-        variance = np.add.reduce(np.square(y), axis=axes, keepdims=True) * scale
-        y /= np.sqrt(variance + epsilon)
+        y = x - average(x)
+        y /= np.sqrt(average(np.square(y)) + epsilon)
         if gamma is not None:
             y *= gamma
         if beta is not None:
