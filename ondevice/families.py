@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
+from ondevice.rows import modules_of
 from ondevice.units import TreeShape
 
 REVIEWED = frozenset({"llama"})
@@ -33,15 +34,15 @@ Forward = Callable[[Sequence[int], Sequence[int], list[Any]], mx.array]
 """(tokens, parents, layer caches) -> logits (rows, vocab), appended to the caches."""
 
 
-def family_of(model: nn.Module) -> str:
+def family_of(model: Module) -> str:
     """Name of the mlx_lm.models module that implements `model`."""
     return type(model).__module__.rpartition(".")[2]
 
 
-def shape_of(model: nn.Module) -> tuple[TreeShape, str]:
+def shape_of(model: Module) -> tuple[TreeShape, str]:
     """The rows that `model` may be given, and why not a tree ("" if it is one)."""
     family = family_of(model)
-    if any(isinstance(m, DynamicNTKScalingRoPE) for _, m in model.named_modules()):
+    if any(isinstance(module, DynamicNTKScalingRoPE) for module in modules_of(model)):
         return "plain", "dynamic NTK RoPE turns a row's keys by the length of its forward"
     kinds = {type(cache) for cache in make_prompt_cache(model)}
     if family in REVIEWED and kinds <= {KVCache, RotatingKVCache}:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model
 
 from ondevice.artifact import VERIFIER_FILE, VerifierManifest, file_sha256
@@ -18,7 +18,7 @@ from ondevice.errors import ArtifactError, UnsupportedModel
 class LoadedModel:
     """A model in memory. context: in tokens. original_context: before RoPE scaling, 0 if none."""
 
-    model: nn.Module
+    model: Module
     vocab_size: int
     context: int
     original_context: int

@@ -11,7 +11,7 @@ import numpy as np
 
 from ondevice.errors import UnitFailed
 from ondevice.records import Verdict
-from ondevice.sampling_mlx import NO_EDITS, Choices, DeviceLaw, RowEdits
+from ondevice.sampling_mlx import NO_EDITS, Choices, DeviceLaw, RowEdits, floats, ints
 from ondevice.units import RunRequest
 
 CLEAR_EVERY = 256
@@ -74,7 +74,7 @@ class PlainRun:
         else:
             edits = self._edits_ahead(fed)
         choices = self.law.choose(logits, [position], edits)
-        mx.async_eval(choices.arrays())
+        mx.async_eval(choices.arrays())  # type: ignore[no-untyped-call]  # C++
         return choices
 
     def _edits_ahead(self, fed: mx.array) -> RowEdits:
@@ -88,9 +88,9 @@ class PlainRun:
 
     def _read(self, choices: Choices, start_ns: int, position: int, more: bool) -> Verdict:
         """Wait for a token; the only place where a run does."""
-        token = int(choices.tokens.item())
-        logprob = float(choices.logprobs.item())
-        require_finite(logprob, float(choices.scores.item()), position)
+        (token,) = ints(choices.tokens)
+        (logprob,), (score,) = floats(choices.logprobs), floats(choices.scores)
+        require_finite(logprob, score, position)
         top = (choices.top(0),) if choices.top_tokens is not None else ()
         return Verdict(
             step=self.request.step,

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from mlx.nn.layers.base import Module
 
 
 class RowLayout:
@@ -84,7 +84,7 @@ class RowRope:
     `nn.Module`: no parameter path of the model changes.
     """
 
-    def __init__(self, inner: nn.Module, layout: RowLayout) -> None:
+    def __init__(self, inner: Module, layout: RowLayout) -> None:
         self.inner = inner
         self.layout = layout
 
@@ -106,7 +106,7 @@ class RowRope:
 class NormTap:
     """The model's final norm; keeps its output, the model's hidden states, when asked to."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: Module) -> None:
         self.inner = inner
         self._wanted = False
         self._output: mx.array | None = None
@@ -140,6 +140,12 @@ class NormTap:
         return weight
 
 
+def modules_of(model: Module) -> list[Module]:
+    """The model and every module in it."""
+    pairs = model.named_modules()  # type: ignore[no-untyped-call]  # mlx has no annotation here
+    return [module for _, module in pairs]
+
+
 class Instrumented:
     """An mlx-lm model with wrapped ropes and a tapped final norm; `undo` takes both off again.
 
@@ -147,24 +153,24 @@ class Instrumented:
     `model.parameters()` until `undo`, so undo before saving.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Module) -> None:
         self.model = model
         self.layout = RowLayout()
         self._ropes = [
             (module, module.rope)
-            for _, module in model.named_modules()
-            if isinstance(getattr(module, "rope", None), nn.Module)
+            for module in modules_of(model)
+            if isinstance(getattr(module, "rope", None), Module)
         ]
         for attention, rope in self._ropes:
             attention.rope = RowRope(rope, self.layout)
-        self._trunk = getattr(model, "model", None)
-        norm = getattr(self._trunk, "norm", None)
-        self.tap = NormTap(norm) if isinstance(norm, nn.Module) else None
+        self._norm_owner: Any = getattr(model, "model", model)
+        norm = getattr(self._norm_owner, "norm", None)
+        self.tap = NormTap(norm) if isinstance(norm, Module) else None
         if self.tap is not None:
-            self._trunk.norm = self.tap
+            self._norm_owner.norm = self.tap
 
     @property
-    def ropes(self) -> list[nn.Module]:
+    def ropes(self) -> list[Module]:
         """The model's own rope modules, unwrapped."""
         return [rope for _, rope in self._ropes]
 
@@ -173,4 +179,4 @@ class Instrumented:
         for attention, rope in self._ropes:
             attention.rope = rope
         if self.tap is not None:
-            self._trunk.norm = self.tap.inner
+            self._norm_owner.norm = self.tap.inner

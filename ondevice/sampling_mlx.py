@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +25,16 @@ class RowEdits:
 
 
 NO_EDITS = RowEdits()
+
+
+def ints(array: mx.array) -> list[int]:
+    """The elements of a one-dimensional integer array."""
+    return cast("list[int]", array.tolist())
+
+
+def floats(array: mx.array) -> list[float]:
+    """The elements of a one-dimensional float array."""
+    return cast("list[float]", array.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +59,12 @@ class Choices:
 
     def logprobs_of(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probability of each token after its row, chosen or not, under `raw`."""
-        chosen: list[int] = self.tokens.tolist()
+        chosen = ints(self.tokens)
         if all(chosen[row] == token for row, token in zip(rows, tokens, strict=True)):
-            known: list[float] = self.logprobs.tolist()
+            known = floats(self.logprobs)
             return tuple(known[row] for row in rows)
-        at = mx.array(rows)
-        found = self.raw[at, mx.array(tokens)] - self.normaliser[at]
-        return tuple(found.tolist())
+        at = mx.array(list(rows))
+        return tuple(floats(self.raw[at, mx.array(list(tokens))] - self.normaliser[at]))
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate, in one call."""
@@ -65,9 +75,7 @@ class Choices:
         """The likeliest (token, log-probability) pairs of a row, best first."""
         if self.top_tokens is None or self.top_logprobs is None:
             return ()
-        tokens: list[int] = self.top_tokens[row].tolist()
-        logprobs: list[float] = self.top_logprobs[row].tolist()
-        pairs = zip(tokens, logprobs, strict=True)
+        pairs = zip(ints(self.top_tokens[row]), floats(self.top_logprobs[row]), strict=True)
         return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -19,7 +20,7 @@ class TreeCache(KVCache):
     """
 
     def __init__(self, layout: RowLayout) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
         self.layout = layout
         self._new_rows: tuple[mx.array, mx.array] | None = None
 
@@ -27,7 +28,8 @@ class TreeCache(KVCache):
         """Append rows, (1, kv_heads, rows, head_dim) each; returns all keys and values so far."""
         if self.layout.positions is not None:
             self._new_rows = keys, values
-        both: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
+        both: tuple[mx.array, mx.array]
+        both = super().update_and_fetch(keys, values)  # type: ignore[no-untyped-call]
         return both
 
     def make_mask(
@@ -36,7 +38,7 @@ class TreeCache(KVCache):
         """Mask for `N` new rows: the tree's, bool (N, offset + N), or what mlx-lm would return."""
         if self.layout.positions is not None:
             return self.layout.mask(self.offset, window_size)
-        mask: mx.array | str | None = super().make_mask(
+        mask: mx.array | str | None = super().make_mask(  # type: ignore[no-untyped-call]
             N, return_array=return_array, window_size=window_size
         )
         return mask
@@ -56,8 +58,9 @@ class TreeCache(KVCache):
         if settled == len(path):
             return
         assert moved is not None, "only a tree's rows can be out of place"
-        source = mx.array(path[settled:])
-        for buffer, new in zip((self.keys, self.values), moved, strict=True):
+        source = mx.array(list(path[settled:]))
+        buffers: tuple[Any, Any] = (self.keys, self.values)
+        for buffer, new in zip(buffers, moved, strict=True):
             buffer[..., prefix + settled : self.offset, :] = mx.take(new, source, axis=2)
 
     def truncate(self, length: int) -> None:
@@ -68,6 +71,6 @@ class TreeCache(KVCache):
 
     def to_kv_cache(self) -> KVCache:
         """The same content as mlx-lm's class, whose prompt-cache loader knows no other."""
-        plain = KVCache()
+        plain = KVCache()  # type: ignore[no-untyped-call]
         plain.keys, plain.values, plain.offset = self.keys, self.values, self.offset
         return plain

@@ -14,8 +14,8 @@ from time import monotonic_ns
 from typing import Any, Self
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from ondevice.errors import UnitFailed, UnsupportedModel
@@ -25,7 +25,7 @@ from ondevice.plainrun import PlainRun, require_finite
 from ondevice.records import FloatArray, Verdict, VerifyRow
 from ondevice.rows import Instrumented, NormTap, is_chain, tree_of
 from ondevice.sampling import Law, history_with_path, walk_coupled, walk_rejection
-from ondevice.sampling_mlx import NO_EDITS, Choices, DeviceLaw, RowEdits
+from ondevice.sampling_mlx import NO_EDITS, Choices, DeviceLaw, RowEdits, floats, ints
 from ondevice.treecache import TreeCache
 from ondevice.units import RunRequest, TreeShape, VerifyRequest
 
@@ -72,7 +72,7 @@ class MLXVerifier:
     standard deviations of its logits; None where no tree is allowed.
     """
 
-    def __init__(self, model: nn.Module, vocab_size: int, context: int, far: int = 0) -> None:
+    def __init__(self, model: Module, vocab_size: int, context: int, far: int = 0) -> None:
         """Take over a loaded mlx-lm model. far: a position that the probe shall lie beyond."""
         self.vocab_size = vocab_size
         self.context = context
@@ -225,9 +225,9 @@ class MLXVerifier:
     def _walk(self, scored: _Scored) -> tuple[list[int], list[int]]:
         rows, choices, law = scored.request.rows, scored.choices, scored.request.law
         position = scored.prefix + 1
-        tokens: list[int] = choices.tokens.tolist()
-        scores: list[float] = choices.scores.tolist()
-        for logprob in choices.logprobs.tolist():
+        tokens = ints(choices.tokens)
+        scores = floats(choices.scores)
+        for logprob in floats(choices.logprobs):
             require_finite(logprob, 0.0, position)
 
         def choose(row: int) -> int:
@@ -260,7 +260,7 @@ class MLXVerifier:
         self._require_shape(parents)
         chain = is_chain(parents)
         with nullcontext() if chain else self._layout.tree(parents, prefix):
-            logits: mx.array = self._model(mx.array(tokens)[None], cache=layers)
+            logits: mx.array = self._model(mx.array(list(tokens))[None], cache=layers)
         return logits[0]
 
     def _require_shape(self, parents: Sequence[int]) -> None:
@@ -348,5 +348,5 @@ def _verdict(
         end_ns=end_ns,
         top_logprobs=tuple(top),
         hidden=hidden,
-        rider_tokens=() if scored.rider_tokens is None else tuple(scored.rider_tokens.tolist()),
+        rider_tokens=() if scored.rider_tokens is None else tuple(ints(scored.rider_tokens)),
     )
