@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -154,7 +154,6 @@ class Instrumented:
     """
 
     def __init__(self, model: Module) -> None:
-        self.model = model
         self.layout = RowLayout()
         self._ropes = [
             (module, module.rope)
@@ -163,16 +162,11 @@ class Instrumented:
         ]
         for attention, rope in self._ropes:
             attention.rope = RowRope(rope, self.layout)
-        self._norm_owner: Any = getattr(model, "model", model)
+        self._norm_owner = cast(Any, getattr(model, "model", model))
         norm = getattr(self._norm_owner, "norm", None)
         self.tap = NormTap(norm) if isinstance(norm, Module) else None
         if self.tap is not None:
             self._norm_owner.norm = self.tap
-
-    @property
-    def ropes(self) -> list[Module]:
-        """The model's own rope modules, unwrapped."""
-        return [rope for _, rope in self._ropes]
 
     def undo(self) -> None:
         """Put the model's own modules back."""
