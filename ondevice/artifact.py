@@ -6,6 +6,7 @@ PAIR/
   drafter/
     drafter.json          DrafterManifest
     drafter.mlpackage/
+    embedding.safetensors   only when the verifier does not store the same embedding
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PAIR_FILE = "pair.json"
 VERIFIER_FILE = "ondevice.json"
 DRAFTER_FILE = "drafter.json"
 DRAFTER_PACKAGE = "drafter.mlpackage"
+DRAFTER_EMBEDDING = "embedding.safetensors"
 
 
 class Manifest(BaseModel):
@@ -99,10 +101,13 @@ class ParityResult(Manifest):
 class DrafterManifest(Manifest):
     """Everything a runtime needs to run a drafter package, and to refuse a wrong one.
 
-    `row_to_token` maps a logit row to a verifier token id; None is the identity. `embedding` says
-    where the host finds the input rows: a tensor of the verifier's folder, or a file beside this
-    manifest. `weights_sha256` is that of weight.bin, `ops_sha256` that of the canonical op listing
-    (model.mlmodel differs between identical builds).
+    `row_to_token` maps a logit row to a verifier token id; None is the identity. `logit_rows` are
+    the rows of each logits output: together `vocab_size`, or up to 127 more, which are padding with
+    logit -1e4. `embedding_in` says where the host finds the input rows: `embedding_tensor` of the
+    verifier's safetensors, or of DRAFTER_EMBEDDING beside this manifest, to be rounded to fp16;
+    `embedding_sha256` is that of the tensor's bytes as stored. `weights_sha256` is that of
+    weight.bin, `ops_sha256` that of the canonical op listing (model.mlmodel differs between
+    identical builds).
     """
 
     format: Literal["ondevice-drafter-1"] = "ondevice-drafter-1"
