@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import tiny
 
+from ondevice import blas
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
+from ondevice.converters.pair import write_pair
 from ondevice.converters.verifier import write_verifier
+from ondevice.models.pairs import DrafterRecipe
+
+# Before any test module imports MLX, which would keep its slow BLAS.
+blas.prepare()
 
 
 @pytest.fixture(scope="session")
@@ -34,4 +36,13 @@ def tiny_verifier_folder(
 ) -> Path:
     folder = tmp_path_factory.mktemp("tiny-verifier") / "verifier"
     write_verifier(tiny_checkpoint, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a pair: the tiny verifier in float32 and a drafter of its first layer."""
+    folder = tmp_path_factory.mktemp("tiny-pair") / "pair"
+    recipe = DrafterRecipe(layers=(0,), row_counts=(1, 8), context_sizes=(64, 256))
+    write_pair(tiny_checkpoint, folder, name="tiny", drafter=recipe)
     return folder

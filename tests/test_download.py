@@ -157,7 +157,7 @@ def test_without_pip_the_line_says_how_to_get_it(
 def test_too_little_space_is_seen_before_the_download(wheel: Path, tmp_path: Path) -> None:
     source = _source(wheel, member_bytes=10**18)
     message = _refusal(CacheUnwritable, source, tmp_path / "downloads")
-    assert "needs 1000000000000 MB" in message
+    assert "needs 1000000000001 MB" in message
 
 
 @pytest.fixture

@@ -1,0 +1,199 @@
+"""Verifier and drafter together: the pairs of pairs.toml, made on first use, and a user's own."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+from ondevice import blas
+from ondevice.artifact import (
+    DRAFTER_FILE,
+    PAIR_FILE,
+    VERIFIER_FILE,
+    DrafterManifest,
+    PairManifest,
+    VerifierManifest,
+    replacing,
+)
+from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
+from ondevice.converters.download import fetch_weights
+from ondevice.converters.progress import Reporter
+from ondevice.converters.verifier import tensor_bytes, write_verifier
+from ondevice.errors import ArtifactError, BadRequest, UnknownPair
+from ondevice.home import (
+    downloads_folder,
+    home_folder,
+    locked,
+    make_writable,
+    pairs_folder,
+    require_space,
+)
+from ondevice.models.pairs import DrafterRecipe, Pair, VerifierRecipe, known_pair, pair_names
+
+VERIFIER_FOLDER, DRAFTER_FOLDER = "verifier", "drafter"
+_WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def prepare_pair(
+    name_or_folder: str | Path, reporter: Reporter | None = None, rebuild: bool = False
+) -> Path:
+    """Folder of a pair that is ready to run; reports stages to `reporter`, by default on stderr.
+
+    A name in pairs.toml is downloaded and converted where that has not been done, or was done by
+    another version or recipe (or always, with `rebuild`); a folder that `write_pair` made is
+    returned as it is. Raises UnknownPair for anything else, and what downloading and converting
+    raise: nothing half-made is left, and finished parts are kept for the next try.
+    """
+    blas.prepare()
+    reporter = reporter or Reporter()
+    name = str(name_or_folder)
+    if name in pair_names():
+        return _prepare_known(name, reporter, rebuild)
+    folder = Path(name_or_folder).expanduser()
+    if (folder / PAIR_FILE).is_file():
+        return folder
+    if folder.is_dir():
+        raise UnknownPair(
+            f"{folder} is no pair: expected {PAIR_FILE} in it, got none; make one with `ondevice "
+            f"convert`, or give one of {', '.join(pair_names())}"
+        )
+    known_pair(name)
+    raise AssertionError("known_pair knows a name that pair_names does not list")
+
+
+def write_pair(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    name: str,
+    drafter: DrafterRecipe,
+    verifier: VerifierRecipe | None = None,
+    reporter: Reporter | None = None,
+) -> PairManifest:
+    """Convert `checkpoint` to a pair at `folder`, whole or not at all.
+
+    The drafter is cut from the same model. A pair that is there is replaced; BadRequest when
+    `folder` holds anything else.
+    """
+    if folder.exists() and not (folder / PAIR_FILE).is_file() and not _is_empty(folder):
+        raise BadRequest(
+            f"{folder} is not empty and is no pair; give a new folder, or empty this one"
+        )
+    reporter = reporter or Reporter(quiet=True)
+    verifier = verifier or VerifierRecipe(dtype="float32")
+    with replacing(folder) as scratch:
+        scratch.mkdir()
+        _write_verifier(checkpoint, scratch, verifier, reporter)
+        _write_drafter(checkpoint, scratch, drafter, reporter)
+        return _write_manifest(checkpoint, scratch, name)
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _prepare_known(name: str, reporter: Reporter, rebuild: bool) -> Path:
+    pair, folder = known_pair(name), pairs_folder() / name
+    if not rebuild and _complete(folder, pair):
+        return folder
+
+    def on_wait() -> None:
+        reporter.say("Waiting for another ondevice process to finish converting")
+
+    with locked(home_folder(), on_wait):
+        if rebuild or not _complete(folder, pair):
+            _build(name, pair, folder, reporter, rebuild)
+    return folder
+
+
+def _build(name: str, pair: Pair, folder: Path, reporter: Reporter, rebuild: bool) -> None:
+    """Make what is missing. The home's lock is held, so what is half-made is nobody's."""
+    make_writable(folder)
+    for stale in folder.glob(".*.*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    checkpoint = open_checkpoint(fetch_weights(pair.source, downloads_folder(), reporter))
+    # Taken away first and written last: parts of two recipes are never seen as one pair.
+    (folder / PAIR_FILE).unlink(missing_ok=True)
+    fresh = rebuild or not _verifier_current(folder, pair)
+    if fresh:
+        _write_verifier(checkpoint, folder, pair.verifier, reporter)
+    if fresh or not _drafter_current(folder, pair):
+        _write_drafter(checkpoint, folder, pair.drafter, reporter)
+    _write_manifest(checkpoint, folder, name)
+
+
+def _complete(folder: Path, pair: Pair) -> bool:
+    return (
+        (folder / PAIR_FILE).is_file()
+        and _verifier_current(folder, pair)
+        and _drafter_current(folder, pair)
+    )
+
+
+def _verifier_current(folder: Path, pair: Pair) -> bool:
+    """Whether the verifier there is what this version would write."""
+    try:
+        manifest = VerifierManifest.read(folder / VERIFIER_FOLDER / VERIFIER_FILE)
+    except ArtifactError:
+        return False
+    return (
+        manifest.dtype == pair.verifier.dtype
+        and manifest.converter_version == version("ondevice")
+        and [source.sha256 for source in manifest.sources] == [pair.source.member_sha256]
+    )
+
+
+def _drafter_current(folder: Path, pair: Pair) -> bool:
+    try:
+        manifest = DrafterManifest.read(folder / DRAFTER_FOLDER / DRAFTER_FILE)
+    except ArtifactError:
+        return False
+    made = DrafterRecipe(
+        layers=tuple(manifest.layers),
+        row_counts=tuple(manifest.row_counts),
+        context_sizes=tuple(manifest.context_sizes),
+    )
+    return (
+        made == pair.drafter
+        and manifest.converter_version == version("ondevice")
+        and [source.sha256 for source in manifest.sources] == [pair.source.member_sha256]
+    )
+
+
+def _write_verifier(
+    checkpoint: Checkpoint, folder: Path, recipe: VerifierRecipe, reporter: Reporter
+) -> None:
+    sizes = tensor_bytes(checkpoint.config, _WEIGHT_BYTES[recipe.dtype])
+    require_space(folder, sum(sizes.values()))
+    with reporter.stage(f"Converting the verifier to MLX ({recipe.dtype})", in_bytes=True) as step:
+        write_verifier(checkpoint, folder / VERIFIER_FOLDER, recipe.dtype, step)
+
+
+def _write_drafter(
+    checkpoint: Checkpoint, folder: Path, recipe: DrafterRecipe, reporter: Reporter
+) -> None:
+    with reporter.stage(f"Building the Core ML drafter ({len(recipe.layers)} layers)") as step:
+        # Imported when it is due: coremltools takes seconds.
+        from ondevice.converters.drafter import convert_drafter
+
+        convert_drafter(
+            checkpoint,
+            folder / VERIFIER_FOLDER,
+            folder / DRAFTER_FOLDER,
+            layers=recipe.layers,
+            row_counts=recipe.row_counts,
+            context_sizes=recipe.context_sizes,
+            progress=step,
+        )
+
+
+def _write_manifest(checkpoint: Checkpoint, folder: Path, name: str) -> PairManifest:
+    manifest = PairManifest(
+        name=name,
+        verifier=VERIFIER_FOLDER,
+        drafter=DRAFTER_FOLDER,
+        tokenizer_sha256=checkpoint.tokenizer_sha256,
+    )
+    manifest.write(folder / PAIR_FILE)
+    return manifest

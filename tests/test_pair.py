@@ -1,0 +1,256 @@
+"""Pairs: made whole or not at all, made once, and made again when the recipe changes."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from ondevice import home
+from ondevice.artifact import PAIR_FILE, DrafterManifest, PairManifest, VerifierManifest
+from ondevice.converters import pair as pair_module
+from ondevice.converters.checkpoint import Checkpoint
+from ondevice.converters.pair import prepare_pair, write_pair
+from ondevice.converters.progress import Reporter
+from ondevice.errors import BadRequest, CacheUnwritable, UnknownPair
+from ondevice.models.pairs import (
+    DrafterRecipe,
+    Pair,
+    VerifierRecipe,
+    WheelSource,
+    default_pair,
+    known_pair,
+    pair_names,
+)
+
+RECIPE = DrafterRecipe(layers=(0, 1), row_counts=(1,), context_sizes=(32,))
+
+
+def test_default_pair_is_known_and_pinned() -> None:
+    assert pair_names()[0] == default_pair() == "smollm2"
+    pair = known_pair("smollm2")
+    assert pair.source.wheel_sha256.startswith("bcc81830")
+    assert pair.source.member_sha256.startswith("b179c952")
+    assert pair.drafter.row_counts == (1, 8, 64)
+    assert pair.drafter.context_sizes == (512, 2048)
+    assert list(pair.drafter.layers) == sorted(set(pair.drafter.layers))
+
+
+def test_manifests_of_a_pair_agree(tiny_pair: Path, tiny_checkpoint: Checkpoint) -> None:
+    pair = PairManifest.read(tiny_pair / PAIR_FILE)
+    verifier = VerifierManifest.read(tiny_pair / "verifier" / "ondevice.json")
+    drafter = DrafterManifest.read(tiny_pair / "drafter" / "drafter.json")
+    identities = {part.tokenizer_sha256 for part in (pair, verifier, drafter)}
+    assert identities == {tiny_checkpoint.tokenizer_sha256}
+    assert verifier.sources == drafter.sources == tiny_checkpoint.sources
+    assert drafter.layers == [0]
+    assert prepare_pair(tiny_pair) == tiny_pair
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["missing", "not a pair"])
+def test_what_is_no_pair_is_refused_with_the_known_names(made: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "nothing"
+    if made:
+        folder.mkdir()
+    with pytest.raises(UnknownPair, match="smollm2") as caught:
+        prepare_pair(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_other_files_is_never_replaced(
+    tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(BadRequest, match="not empty"):
+        write_pair(tiny_checkpoint, tmp_path, name="x", drafter=RECIPE)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failing_drafter_leaves_no_pair(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    bad = DrafterRecipe(layers=(7,), row_counts=(1,), context_sizes=(32,))
+    with pytest.raises(BadRequest):
+        write_pair(tiny_checkpoint, tmp_path / "pair", name="x", drafter=bad)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """A tiny model under the name "tiny", its weights as if they had been downloaded already."""
+    monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path / "home"))
+    home.downloads_folder().mkdir(parents=True)
+    weights = tiny.write_gguf(tiny.tiny_model(), home.downloads_folder() / "tiny.gguf")
+    raw = weights.read_bytes()
+    source = WheelSource(
+        distribution="tiny-weights",
+        version="1.0",
+        wheel_bytes=len(raw),
+        wheel_sha256="0" * 64,
+        member="tiny/tiny.gguf",
+        member_bytes=len(raw),
+        member_sha256=hashlib.sha256(raw).hexdigest(),
+    )
+    pair = Pair(
+        description="tiny",
+        source=source,
+        verifier=VerifierRecipe(dtype="float32"),
+        drafter=RECIPE,
+    )
+    _make_known(pair, monkeypatch)
+    return pair
+
+
+def _make_known(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_module, "known_pair", lambda name: pair)
+    monkeypatch.setattr(pair_module, "pair_names", lambda: ["tiny"])
+
+
+def _times(folder: Path) -> dict[str, int]:
+    return {name: (folder / name).stat().st_mtime_ns for name in ("verifier", "drafter", PAIR_FILE)}
+
+
+def test_a_known_pair_is_made_once(known: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = prepare_pair("tiny")
+    assert folder == home.pairs_folder() / "tiny"
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "Converting the verifier to MLX (float32)",
+        "Building the Core ML drafter (2 layers)",
+    ]
+    before = _times(folder)
+    assert prepare_pair("tiny") == folder
+    assert capfd.readouterr().err == ""
+    assert _times(folder) == before
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"verifier", "drafter", PAIR_FILE}
+
+
+def test_another_recipe_makes_only_what_it_changes(
+    known: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepare_pair("tiny", Reporter(quiet=True))
+    before = _times(folder)
+    drafter = RECIPE.model_copy(update={"layers": (1,)})
+    _make_known(known.model_copy(update={"drafter": drafter}), monkeypatch)
+    prepare_pair("tiny", Reporter(quiet=True))
+    after = _times(folder)
+    assert after["verifier"] == before["verifier"]
+    assert after["drafter"] > before["drafter"]
+    assert DrafterManifest.read(folder / "drafter" / "drafter.json").layers == [1]
+
+
+@pytest.mark.parametrize(
+    "damage", ["drafter/drafter.json", "verifier/ondevice.json", PAIR_FILE], ids=lambda path: path
+)
+def test_a_part_that_an_interrupted_run_did_not_finish_is_made_again(
+    known: Pair, damage: str
+) -> None:
+    folder = prepare_pair("tiny", Reporter(quiet=True))
+    (folder / damage).unlink()
+    (folder / ".drafter.left").mkdir()
+    prepare_pair("tiny", Reporter(quiet=True))
+    assert (folder / damage).is_file()
+    assert not (folder / ".drafter.left").exists()
+
+
+def test_ctrl_c_in_the_drafter_keeps_the_verifier_and_shows_no_pair(
+    known: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair_module, "_write_drafter", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_pair("tiny", Reporter(quiet=True))
+    folder = home.pairs_folder() / "tiny"
+    assert [path.name for path in folder.iterdir()] == ["verifier"]
+    time_ns = (folder / "verifier").stat().st_mtime_ns
+    assert prepare_pair("tiny", Reporter(quiet=True)) == folder
+    assert (folder / "verifier").stat().st_mtime_ns == time_ns
+
+
+def test_rebuild_replaces_everything(known: Pair) -> None:
+    folder = prepare_pair("tiny", Reporter(quiet=True))
+    before = _times(folder)
+    prepare_pair("tiny", Reporter(quiet=True), rebuild=True)
+    after = _times(folder)
+    assert all(after[name] > before[name] for name in before)
+
+
+def test_an_unwritable_cache_is_one_line(
+    known: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(CacheUnwritable, match="ONDEVICE_HOME") as caught:
+        prepare_pair("tiny")
+    assert "\n" not in str(caught.value)
+
+
+def test_home_is_the_variable_or_the_platform_s_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import platformdirs
+
+    monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path))
+    assert home.home_folder() == tmp_path
+    monkeypatch.setenv("ONDEVICE_HOME", "")
+    assert home.home_folder() == platformdirs.user_cache_path("ondevice")
+
+
+def test_two_processes_never_hold_the_lock_together(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from ondevice.home import locked\n"
+        "folder = Path(sys.argv[1])\n"
+        "for _ in range(20):\n"
+        "    with locked(folder):\n"
+        "        (folder / 'inside').touch(exist_ok=False)\n"
+        "        time.sleep(0.002)\n"
+        "        (folder / 'inside').unlink()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    processes = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+
+
+def test_who_waits_for_the_lock_is_told_and_a_dead_holder_frees_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from ondevice.home import locked\n"
+        "with locked(Path(sys.argv[1])):\n"
+        "    print('held', flush=True); time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    with holder:
+        assert holder.stdout.readline() == b"held\n"
+        waited: list[bool] = []
+
+        def on_wait() -> None:
+            waited.append(True)
+            holder.kill()
+
+        with home.locked(tmp_path, on_wait):
+            assert waited == [True]
+
+
+@pytest.mark.slow
+def test_smollm2_from_a_local_wheel_knows_the_capital_of_france(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Needs the network, or PIP_FIND_LINKS with the wheel; proves llama.cpp's row order undone."""
+    import mlx_lm
+
+    monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path))
+    folder = prepare_pair("smollm2")
+    model, tokenizer = mlx_lm.load(str(folder / "verifier"))[:2]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True
+    )
+    assert "Paris" in mlx_lm.generate(model, tokenizer, prompt, max_tokens=16)
+    shutil.rmtree(folder)
