@@ -7,14 +7,41 @@ with dimension i + head_dim / 2 (Su et al. 2021, section 3.4.2, in the halves la
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.models.config import Llama3Scaling, ModelConfig
+from ondevice.models.config import Llama3Scaling
 
 
-def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float64]:
+class Rotary(Protocol):
+    """The part of a ModelConfig that rotary embedding depends on."""
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the frequencies."""
+
+    @property
+    def rope_scaling(self) -> Llama3Scaling | None:
+        """None for plain RoPE."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySettings:
+    """A `Rotary` for who has no ModelConfig."""
+
+    head_dim: int
+    rope_theta: float
+    rope_scaling: Llama3Scaling | None
+
+
+def inverse_frequencies(config: Rotary) -> npt.NDArray[np.float64]:
     """Angle per position of each dimension pair, shape (head_dim / 2,), in radians."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     frequencies: npt.NDArray[np.float64] = config.rope_theta**-exponents

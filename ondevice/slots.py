@@ -23,12 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.errors import UnitFailed
+from ondevice.models.mil import MASKED
 from ondevice.records import NodeToken
 
 Array = npt.NDArray[Any]
 
-MASKED = -1e4
-"""Added to the score of what a row must not see; the drafter functions are made for it."""
 SINKS = 4
 """The oldest tokens are kept when the text outgrows the pool (Xiao et al. 2023, section 3)."""
 TREE_ROOM = 64

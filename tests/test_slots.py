@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.errors import UnitFailed
+from ondevice.models.mil import MASKED
 from ondevice.records import NodeToken
-from ondevice.slots import MASKED, SINKS, CacheShape, SlotPool, StepRow, tree_room
+from ondevice.slots import SINKS, CacheShape, SlotPool, StepRow, tree_room
 
 NODE_TAG = 10_000.0
 
