@@ -106,6 +106,14 @@ class Engine:
             open_drafter if pair.drafter else None,
         )
 
+    @property
+    def drafter_runtime(self) -> str | None:
+        """What runs the drafter ("emulator-fp32"), for people to read; None without a drafter."""
+        if self._drafter is None:
+            return None
+        unit = self._drafter.opened()
+        return str(getattr(unit, "runtime_name", unit.name))
+
     def session(self, *, system: str | None = None) -> Session:
         """A new conversation with caches of its own; `system` is its first message."""
         driver = Driver(self._verifier, self._drafter)

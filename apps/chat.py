@@ -1,0 +1,125 @@
+"""`ondevice chat`: one answer to a prompt that was given, or a conversation on a terminal."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from ondevice.apps.opening import open_engine
+from ondevice.apps.terminal import note, shown, statistics_line
+from ondevice.engine import Engine
+from ondevice.errors import BadRequest
+from ondevice.session import Answer, Options, Session
+
+ANY_VOCABULARY = 2**31
+"""Sampling parameters are checked before the model, and so its vocabulary, is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asked for. prompt: the text of -p, None without one."""
+
+    pair: str
+    options: Options
+    prompt: str | None = None
+    system: str | None = None
+    show_stats: bool = False
+    as_json: bool = False
+
+
+def run(request: Request, open_pair: Callable[[str], Engine] = open_engine) -> None:
+    """Carry out `request`. Raises BadRequest before anything is downloaded or loaded."""
+    check_options(request.options)
+    interactive = request.prompt is None and sys.stdin.isatty()
+    if interactive and request.as_json:
+        raise BadRequest("--json answers one prompt: give it with -p, or pipe it in")
+    if interactive:
+        from ondevice.apps.interactive import converse
+
+        converse(request, open_pair)
+        return
+    prompt = one_shot_prompt(request.prompt)
+    with open_pair(request.pair) as engine, engine.session(system=request.system) as session:
+        if request.as_json:
+            print_json(session.generate(prompt, request.options))
+        else:
+            answer = stream_answer(session, prompt, request.options)
+            if request.show_stats:
+                note(statistics_line(answer.stats))
+
+
+def check_options(options: Options) -> None:
+    """Raises BadRequest for a value out of its range."""
+    options.checked()
+    options.sampling.checked(ANY_VOCABULARY)
+    if any(not text for text in options.stop):
+        raise BadRequest("a stop text must not be empty")
+
+
+def one_shot_prompt(given: str | None) -> str:
+    """-p, then a blank line and what is piped in; raises BadRequest when there is neither."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_stdin()
+    prompt = "\n\n".join(part for part in (given or "", piped.strip("\n")) if part.strip())
+    if not prompt:
+        raise BadRequest("the prompt is empty; write something after -p, or pipe it in")
+    return prompt
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"stdin is not {error.encoding} text (byte {error.start}); pipe in plain text"
+        ) from error
+
+
+def print_json(answer: Answer) -> None:
+    """One object on stdout, the contract of `chat --json`."""
+    content = {
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "stats": answer.stats.as_json(),
+    }
+    print(json.dumps(content), flush=True)
+
+
+def stream_answer(session: Session, prompt: str, options: Options) -> Answer:
+    """Write the answer on stdout as it comes, with a newline at its end."""
+    at_line_start = False
+    for piece in session.stream(prompt, options):
+        if piece.text:
+            sys.stdout.write(shown(piece.text))
+            sys.stdout.flush()
+            at_line_start = piece.text.endswith("\n")
+        if piece.answer is not None:
+            answer = piece.answer
+    if not at_line_start:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return answer
+
+
+@contextmanager
+def interrupt_stops(session: Session) -> Iterator[None]:
+    """The first Ctrl-C in the block ends the answer with what it has; a second one is raised."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may take signals
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        session.cancel()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

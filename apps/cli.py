@@ -1,0 +1,117 @@
+"""The command line: names, defaults and help; each command's work is in a module of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ondevice.apps.failures import INTERRUPTED, USAGE, reported, silence_stdout
+from ondevice.policy import Strategy
+
+DEFAULT_PAIR = "smollm2"
+
+app = typer.Typer(
+    help="Exact speculative decoding: a drafter on the Neural Engine, a verifier on the GPU.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PairArgument = Annotated[
+    str, typer.Argument(metavar="PAIR", help="A known pair, or a folder of a converted one.")
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, sys.argv's by default; returns the exit status."""
+    command = typer.main.get_command(app)
+    args = None if arguments is None else list(arguments)
+    try:
+        status: Any = command.main(args=args, prog_name="ondevice", standalone_mode=False)
+    except typer.TyperException as error:
+        message = " ".join(error.format_message().split())
+        print(f"ondevice: {message}\nTry --help for the options.", file=sys.stderr)
+        return USAGE
+    except typer.Abort:
+        return INTERRUPTED
+    silence_stdout()
+    return status if isinstance(status, int) else 0
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    """Exact speculative decoding: a drafter on the Neural Engine, a verifier on the GPU."""
+    if version:
+        from importlib.metadata import version as installed
+
+        print(f"ondevice {installed('ondevice')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def chat(
+    pair: PairArgument = DEFAULT_PAIR,
+    prompt: Annotated[
+        str | None,
+        typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this and leave."),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message of the conversation.")
+    ] = None,
+    strategy: Annotated[
+        Strategy, typer.Option(help="How to speculate; changes the speed, never the text.")
+    ] = "pipelined",
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Probability kept, above 0; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Tokens kept; 0 is off.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Least share of the likeliest token's probability; 0 is off.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Against the last 64 tokens; 1 is off.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="The same seed gives the same text; drawn and reported if not given."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated."),
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show the figures of each answer, on stderr.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the answer as one JSON object.")
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Talk with a model, or answer once.
+
+    One answer: -p TEXT, a prompt piped in, or both (the piped text follows that of -p).
+    """
+    with reported(debug):
+        from ondevice.apps import chat as command
+        from ondevice.sampling import SamplingParams
+        from ondevice.session import Options
+
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        options = Options(sampling, max_tokens, tuple(stop or ()), strategy)
+        command.run(command.Request(pair, options, prompt, system, stats, json))

@@ -1,0 +1,64 @@
+"""Failures become one line on stderr and an exit status; nobody sees a traceback unasked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from ondevice.errors import OnDeviceError
+
+UNEXPECTED = 1
+USAGE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""What a shell reports for a program that SIGPIPE ended: 128 + 13."""
+
+
+@contextmanager
+def reported(debug: bool) -> Iterator[None]:
+    """Turn what the block raises into its line and a `typer.Exit` with its status.
+
+    debug: print the traceback before the line.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except BrokenPipeError:
+        silence_stdout()
+        raise typer.Exit(BROKEN_PIPE) from None
+    except (KeyboardInterrupt, EOFError):
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        known = isinstance(error, OnDeviceError)
+        say(str(error) if known else _unexpected(error))
+        raise typer.Exit(
+            error.exit_status if isinstance(error, OnDeviceError) else UNEXPECTED
+        ) from error
+
+
+def say(message: str) -> None:
+    """`message` as one line on stderr, after the program's name."""
+    print("ondevice:", " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def silence_stdout() -> None:
+    """Nobody reads stdout any more: what is still buffered for it is dropped without a word."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _unexpected(error: Exception) -> str:
+    detail = f": {error}" if str(error) else ""
+    return f"unexpected {type(error).__name__}{detail}; --debug shows where"

@@ -1,0 +1,100 @@
+"""The conversation on a terminal: prompt, answer, prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ondevice import blas
+from ondevice.apps.chat import Request, interrupt_stops, stream_answer
+from ondevice.apps.failures import say
+from ondevice.apps.opening import placement
+from ondevice.apps.slash import Settings, obey
+from ondevice.apps.terminal import note, statistics_line
+from ondevice.engine import Engine
+from ondevice.errors import BadRequest, CacheUnwritable
+from ondevice.home import home_folder, make_writable
+
+QUOTES = '"""'
+LEAVE = "Ctrl-D or /bye leaves"
+
+
+def converse(request: Request, open_pair: Callable[[str], Engine]) -> None:
+    """Talk until Ctrl-D or /bye."""
+    with open_pair(request.pair) as engine, engine.session(system=request.system) as session:
+        settings = Settings(request.options, request.show_stats)
+        note(f"{request.pair}, {request.options.strategy}")
+        note(placement(engine))
+        report = blas.prepare()
+        if not report.fast:
+            note(report.advice)
+        note(f"/help lists commands, {LEAVE}")
+        read = line_reader()
+        while (line := _next_line(read)) is not None:
+            text = unquoted(line)
+            if text.startswith("/") and text == line.strip():
+                if not obey(text, session, settings):
+                    return
+            elif text:
+                try:
+                    with interrupt_stops(session):
+                        settings.last = stream_answer(session, text, settings.options).stats
+                except BadRequest as error:
+                    say(str(error))
+                    continue
+                if settings.show_stats:
+                    note(statistics_line(settings.last))
+
+
+def _next_line(read: Callable[[], str]) -> str | None:
+    """What was typed; None to leave. Ctrl-C drops the line and says how to leave."""
+    while True:
+        try:
+            return read()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            note(LEAVE)
+
+
+def line_reader() -> Callable[[], str]:
+    """A prompt with history and editing; a text that begins with triple quotes spans lines."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.output import create_output
+
+    history: History = InMemoryHistory()
+    try:
+        history = FileHistory(str(make_writable(home_folder()) / "history"))
+    except CacheUnwritable as error:
+        note(f"this conversation's lines will not be remembered: {error}")
+    # The prompt is for the person at the terminal, also when the answers go to a file.
+    session: PromptSession[str] = PromptSession(
+        history=history, output=create_output(always_prefer_tty=True)
+    )
+
+    def read() -> str:
+        return session.prompt(
+            ">>> ",
+            multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
+            prompt_continuation="... ",
+            enable_history_search=True,
+        )
+
+    return read
+
+
+def is_open(text: str) -> bool:
+    """Whether `text` begins with triple quotes that have not been closed."""
+    return text.lstrip().startswith(QUOTES) and not (
+        text.rstrip().endswith(QUOTES) and len(text.strip()) >= 2 * len(QUOTES)
+    )
+
+
+def unquoted(line: str) -> str:
+    """The text of a line or of a triple-quoted block, without blank ends."""
+    text = line.strip()
+    if text.startswith(QUOTES):
+        text = text.removeprefix(QUOTES).removesuffix(QUOTES).strip()
+    return text

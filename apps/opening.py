@@ -1,0 +1,37 @@
+"""Opening a pair for a person who waits: what it is doing is on stderr."""
+
+from __future__ import annotations
+
+import os
+
+from ondevice import blas
+from ondevice.apps.terminal import loading, stdout_kept_clean
+from ondevice.engine import Engine
+
+
+def open_engine(pair: str) -> Engine:
+    """The pair's engine; a named pair is downloaded and converted first. Raises UserError."""
+    blas.prepare()
+    # transformers says at import that it has no torch, which this program does not use.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    with stdout_kept_clean():
+        from ondevice.converters.pair import prepare_pair
+
+        folder = prepare_pair(pair)
+        with loading(f"loading {pair}"):
+            return Engine.open_folder(folder)
+
+
+def placement(engine: Engine) -> str:
+    """Which unit runs what on this machine, in one line."""
+    import mlx.core as mx
+
+    device = "GPU" if mx.default_device().type == mx.gpu else "CPU"
+    drafter = engine.drafter_runtime
+    if drafter is None:
+        drafted = f"none ({engine.model.no_drafter})"
+    elif drafter.startswith("emulator"):
+        drafted = f"emulated Core ML ({drafter}) on this machine's CPU"
+    else:
+        drafted = f"Core ML ({drafter})"
+    return f"drafter: {drafted}; verifier: MLX on {device}"

@@ -1,0 +1,80 @@
+"""What people see: figures on stderr, dim; stdout is the answer's alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+
+from rich.console import Console
+
+from ondevice.statistics import Statistics
+
+
+def notes() -> Console:
+    """The console on stderr; plain text when that is no terminal or NO_COLOR is set."""
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def note(line: str) -> None:
+    """One dim line on stderr; only a terminal's width breaks it, between words."""
+    console = notes()
+    console.print(line, style="dim", soft_wrap=not console.is_terminal)
+
+
+def loading(title: str) -> AbstractContextManager[object]:
+    """A spinner on stderr while the block runs; nothing when that is no terminal."""
+    console = notes()
+    return console.status(title) if console.is_terminal else nullcontext()
+
+
+@contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """Whatever the block, or a library it calls, prints on stdout goes to stderr instead."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # stdout is closed
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def shown(text: str) -> str:
+    """`text` as it may be written to stdout: a terminal is not given control characters."""
+    return text.translate(_CONTROLS) if sys.stdout.isatty() else text
+
+
+# A model may say ESC, with which a terminal can be reprogrammed; newline and tab are harmless.
+_CONTROLS = dict.fromkeys(
+    set(range(32)) - {9, 10} | set(range(127, 160)), "\N{REPLACEMENT CHARACTER}"
+)
+
+
+def statistics_line(stats: Statistics) -> str:
+    """The figures of an answer in one line; n/a for what was not measured."""
+    steps = stats.num_spec_steps
+    accepted = stats.num_accepted_draft_tokens / steps if steps else None
+    drafted = stats.num_draft_tokens / steps if steps else None
+    return "  ".join(
+        (
+            f"{stats.completion_tokens} tokens",
+            f"{_figure(stats.decode_tok_s, '.1f')} tok/s",
+            f"ttft {_figure(stats.ttft_ms, '.0f', ' ms')}",
+            f"accepted {_figure(accepted, '.1f')} of {_figure(drafted, '.1f')} per step",
+            f"drafter {_figure(stats.drafter_busy, '.0%')}",
+            f"verifier {_figure(stats.verifier_busy, '.0%')}",
+            stats.reason,
+        )
+    )
+
+
+def _figure(value: float | None, form: str, unit: str = "") -> str:
+    return "n/a" if value is None else f"{value:{form}}{unit}"
