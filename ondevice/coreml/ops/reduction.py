@@ -141,7 +141,7 @@ def _layer_norm(op: Operands) -> Lowered:
     average = _averaging(shape, axes)
 
     def kernel(x: Array) -> Array:
-        y = x - average(x)
+        y: Array = x - average(x)
         y /= np.sqrt(average(np.square(y)) + epsilon)
         if gamma is not None:
             y *= gamma
