@@ -35,10 +35,8 @@ VERIFIER_FOLDER, DRAFTER_FOLDER = "verifier", "drafter"
 _WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def prepare_pair(
-    name_or_folder: str | Path, reporter: Reporter | None = None, rebuild: bool = False
-) -> Path:
-    """Folder of a pair that is ready to run; reports stages to `reporter`, by default on stderr.
+def prepare_pair(name_or_folder: str | Path, *, quiet: bool = False, rebuild: bool = False) -> Path:
+    """Folder of a pair that is ready to run; says on stderr what it does, unless `quiet`.
 
     A name in pairs.toml is downloaded and converted where that has not been done, or was done by
     another version or recipe (or always, with `rebuild`); a folder that `write_pair` made is
@@ -46,10 +44,9 @@ def prepare_pair(
     raise: nothing half-made is left, and finished parts are kept for the next try.
     """
     blas.prepare()
-    reporter = reporter or Reporter()
     name = str(name_or_folder)
     if name in pair_names():
-        return _prepare_known(name, reporter, rebuild)
+        return _prepare_known(name, Reporter(quiet), rebuild)
     folder = Path(name_or_folder).expanduser()
     if (folder / PAIR_FILE).is_file():
         return folder
@@ -69,18 +66,18 @@ def write_pair(
     name: str,
     drafter: DrafterRecipe,
     verifier: VerifierRecipe | None = None,
-    reporter: Reporter | None = None,
+    quiet: bool = False,
 ) -> PairManifest:
     """Convert `checkpoint` to a pair at `folder`, whole or not at all.
 
-    The drafter is cut from the same model. A pair that is there is replaced; BadRequest when
-    `folder` holds anything else.
+    The drafter is cut from the same model; without `verifier` that one is float32. A pair that is there is replaced; BadRequest when
+    `folder` holds anything else. Says on stderr what it does, unless `quiet`.
     """
     if folder.exists() and not (folder / PAIR_FILE).is_file() and not _is_empty(folder):
         raise BadRequest(
             f"{folder} is not empty and is no pair; give a new folder, or empty this one"
         )
-    reporter = reporter or Reporter(quiet=True)
+    reporter = Reporter(quiet)
     verifier = verifier or VerifierRecipe(dtype="float32")
     with replacing(folder) as scratch:
         scratch.mkdir()

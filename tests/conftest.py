@@ -44,5 +44,5 @@ def tiny_pair(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFact
     """Folder of a pair: the tiny verifier in float32 and a drafter of its first layer."""
     folder = tmp_path_factory.mktemp("tiny-pair") / "pair"
     recipe = DrafterRecipe(layers=(0,), row_counts=(1, 8), context_sizes=(64, 256))
-    write_pair(tiny_checkpoint, folder, name="tiny", drafter=recipe)
+    write_pair(tiny_checkpoint, folder, name="tiny", drafter=recipe, quiet=True)
     return folder

@@ -16,7 +16,6 @@ from ondevice.artifact import PAIR_FILE, DrafterManifest, PairManifest, Verifier
 from ondevice.converters import pair as pair_module
 from ondevice.converters.checkpoint import Checkpoint
 from ondevice.converters.pair import prepare_pair, write_pair
-from ondevice.converters.progress import Reporter
 from ondevice.errors import BadRequest, CacheUnwritable, UnknownPair
 from ondevice.models.pairs import (
     DrafterRecipe,
@@ -67,14 +66,14 @@ def test_a_folder_with_other_files_is_never_replaced(
 ) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(BadRequest, match="not empty"):
-        write_pair(tiny_checkpoint, tmp_path, name="x", drafter=RECIPE)
+        write_pair(tiny_checkpoint, tmp_path, name="x", quiet=True, drafter=RECIPE)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_failing_drafter_leaves_no_pair(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     bad = DrafterRecipe(layers=(7,), row_counts=(1,), context_sizes=(32,))
     with pytest.raises(BadRequest):
-        write_pair(tiny_checkpoint, tmp_path / "pair", name="x", drafter=bad)
+        write_pair(tiny_checkpoint, tmp_path / "pair", name="x", quiet=True, drafter=bad)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,11 +132,11 @@ def test_a_known_pair_is_made_once(known: Pair, capfd: pytest.CaptureFixture[str
 def test_another_recipe_makes_only_what_it_changes(
     known: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = prepare_pair("tiny", Reporter(quiet=True))
+    folder = prepare_pair("tiny", quiet=True)
     before = _times(folder)
     drafter = RECIPE.model_copy(update={"layers": (1,)})
     _make_known(known.model_copy(update={"drafter": drafter}), monkeypatch)
-    prepare_pair("tiny", Reporter(quiet=True))
+    prepare_pair("tiny", quiet=True)
     after = _times(folder)
     assert after["verifier"] == before["verifier"]
     assert after["drafter"] > before["drafter"]
@@ -150,10 +149,10 @@ def test_another_recipe_makes_only_what_it_changes(
 def test_a_part_that_an_interrupted_run_did_not_finish_is_made_again(
     known: Pair, damage: str
 ) -> None:
-    folder = prepare_pair("tiny", Reporter(quiet=True))
+    folder = prepare_pair("tiny", quiet=True)
     (folder / damage).unlink()
     (folder / ".drafter.left").mkdir()
-    prepare_pair("tiny", Reporter(quiet=True))
+    prepare_pair("tiny", quiet=True)
     assert (folder / damage).is_file()
     assert not (folder / ".drafter.left").exists()
 
@@ -167,18 +166,18 @@ def test_ctrl_c_in_the_drafter_keeps_the_verifier_and_shows_no_pair(
     with monkeypatch.context() as patch:
         patch.setattr(pair_module, "_write_drafter", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            prepare_pair("tiny", Reporter(quiet=True))
+            prepare_pair("tiny", quiet=True)
     folder = home.pairs_folder() / "tiny"
     assert [path.name for path in folder.iterdir()] == ["verifier"]
     time_ns = (folder / "verifier").stat().st_mtime_ns
-    assert prepare_pair("tiny", Reporter(quiet=True)) == folder
+    assert prepare_pair("tiny", quiet=True) == folder
     assert (folder / "verifier").stat().st_mtime_ns == time_ns
 
 
 def test_rebuild_replaces_everything(known: Pair) -> None:
-    folder = prepare_pair("tiny", Reporter(quiet=True))
+    folder = prepare_pair("tiny", quiet=True)
     before = _times(folder)
-    prepare_pair("tiny", Reporter(quiet=True), rebuild=True)
+    prepare_pair("tiny", quiet=True, rebuild=True)
     after = _times(folder)
     assert all(after[name] > before[name] for name in before)
 
