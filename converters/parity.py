@@ -127,7 +127,10 @@ class Replay:
             "mask": mask[None, None],
             "mask_new": mask_new[None, None],
         }
-        return {name: made[name].astype(specs[name].dtype) for name in made} | self.cache
+        typed = {
+            name: np.ascontiguousarray(array, specs[name].dtype) for name, array in made.items()
+        }
+        return typed | self.cache
 
     def step(self, tree: TokenTree, nodes: Sequence[int], rows: int) -> dict[str, Array]:
         """Run `nodes` (ancestors fed before or beside them) and write their rows into slots."""

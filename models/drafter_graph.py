@@ -25,6 +25,7 @@ import numpy as np
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_weights import (
     CHUNK_ROWS,
+    RESIDUAL_SCALE,
     DrafterWeights,
     HeadPart,
     LayerWeights,
@@ -131,7 +132,7 @@ def _decoder(
 ) -> list[Var]:
     graph = Scope()
     step = _prepare(graph.within("step"), function, inputs)
-    x = inputs["x"]
+    x = graph("mul", "residual", x=inputs["x"], y=np.float16(RESIDUAL_SCALE))
     keys, values = [], []
     for index, layer in enumerate(weights.layers):
         scope = graph.within(f"layer{index}")
@@ -182,15 +183,15 @@ def _prepare(scope: Scope, function: DrafterFunction, inputs: Mapping[str, Var])
 
 
 def _rms_norm(scope: Scope, x: Var, config: ModelConfig) -> Var:
-    """x / sqrt(mean(x^2) + eps) over channels, as a layer norm of [x, -x].
+    """x / sqrt(mean(x^2) + eps) over channels of an unscaled x, as a layer norm of [x, -x].
 
     That vector has mean 0 and variance mean(x^2), so eps keeps its meaning; mean(x^2) itself would
     overflow fp16 for |x| > 255 (ANEMLL; facts of the engine: its layer norm accumulates in fp32).
-    MIL stores eps in fp16: 1e-5 becomes 1.0014e-5.
+    MIL stores eps in fp16: 2.5e-6 (1e-5 for the unscaled x) becomes 2.503e-6.
     """
     negative = scope("mul", "negative", x=x, y=np.float16(-1))
     both = scope("concat", "both", values=[x, negative], axis=1)
-    eps = np.float16(config.rms_norm_eps)
+    eps = np.float16(config.rms_norm_eps * RESIDUAL_SCALE**2)
     normed = scope("layer_norm", "layer_norm", x=both, axes=(1,), epsilon=eps)
     size = (1, config.hidden_size, 1, x.shape[3])
     return scope("slice_by_size", "first_half", x=normed, begin=(0, 0, 0, 0), size=size)
