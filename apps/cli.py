@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -115,3 +116,49 @@ def chat(
         )
         options = Options(sampling, max_tokens, tuple(stop or ()), strategy)
         command.run(command.Request(pair, options, prompt, system, stats, json))
+
+
+@app.command()
+def check(
+    pair: PairArgument = DEFAULT_PAIR,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts, one a line, in place of the 30 built in."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only 5 prompts, at most 32 tokens each.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Prove on this machine that speculation changes no text.
+
+    Every prompt is answered with each strategy, at temperature 0 and at 0.8 with a seed: the
+    tokens must be those of plain decoding. Exit status 1 if they part and it is no near-tie.
+    """
+    with reported(debug):
+        from ondevice.apps import check as command
+
+        request = command.Request(pair, prompts, max_tokens, quick, json)
+        if not command.run(request):
+            raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    artifact: Annotated[
+        str,
+        typer.Argument(
+            metavar="ARTIFACT",
+            help="Folder of a pair, verifier or drafter, an .mlpackage, or a pair's name.",
+        ),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what an artifact is: shapes, sizes, hashes, graph and lint."""
+    with reported(debug):
+        from ondevice.apps import inspect as command
+
+        command.run(artifact, json)

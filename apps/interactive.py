@@ -13,47 +13,55 @@ from ondevice.apps.terminal import note, statistics_line
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, CacheUnwritable
 from ondevice.home import home_folder, make_writable
+from ondevice.session import Session
 
 QUOTES = '"""'
-LEAVE = "Ctrl-D or /bye leaves"
+HOW_TO_LEAVE = "Ctrl-D or /bye leaves"
 
 
 def converse(request: Request, open_pair: Callable[[str], Engine]) -> None:
-    """Talk until Ctrl-D or /bye."""
+    """Open the pair, say what runs where, and talk."""
     with open_pair(request.pair) as engine, engine.session(system=request.system) as session:
-        settings = Settings(request.options, request.show_stats)
         note(f"{request.pair}, {request.options.strategy}")
         note(placement(engine))
         report = blas.prepare()
         if not report.fast:
             note(report.advice)
-        note(f"/help lists commands, {LEAVE}")
-        read = line_reader()
-        while (line := _next_line(read)) is not None:
-            text = unquoted(line)
-            if text.startswith("/") and text == line.strip():
-                if not obey(text, session, settings):
-                    return
-            elif text:
-                try:
-                    with interrupt_stops(session):
-                        settings.last = stream_answer(session, text, settings.options).stats
-                except BadRequest as error:
-                    say(str(error))
-                    continue
-                if settings.show_stats:
-                    note(statistics_line(settings.last))
+        note(f"/help lists commands, {HOW_TO_LEAVE}")
+        talk(session, Settings(request.options, request.show_stats), line_reader())
 
 
-def _next_line(read: Callable[[], str]) -> str | None:
-    """What was typed; None to leave. Ctrl-C drops the line and says how to leave."""
+def talk(session: Session, settings: Settings, read: Callable[[], str]) -> None:
+    """Answer what `read` returns until it raises EOFError or a command leaves.
+
+    Ctrl-C ends an answer, at the prompt it says how to leave. Raises what is neither the user's
+    nor to be mended by another prompt, such as a verifier that was lost.
+    """
     while True:
         try:
-            return read()
+            line = read()
         except EOFError:
-            return None
+            return
         except KeyboardInterrupt:
-            note(LEAVE)
+            note(HOW_TO_LEAVE)
+            continue
+        text = unquoted(line)
+        if text.startswith("/") and not line.strip().startswith(QUOTES):
+            if not obey(text, session, settings):
+                return
+        elif text:
+            _answer(text, session, settings)
+
+
+def _answer(text: str, session: Session, settings: Settings) -> None:
+    try:
+        with interrupt_stops(session):
+            settings.last = stream_answer(session, text, settings.options).stats
+    except BadRequest as error:
+        say(str(error))
+    else:
+        if settings.show_stats:
+            note(statistics_line(settings.last))
 
 
 def line_reader() -> Callable[[], str]:
@@ -68,7 +76,7 @@ def line_reader() -> Callable[[], str]:
     try:
         history = FileHistory(str(make_writable(home_folder()) / "history"))
     except CacheUnwritable as error:
-        note(f"this conversation's lines will not be remembered: {error}")
+        note(f"these lines will not be remembered: {error}")
     # The prompt is for the person at the terminal, also when the answers go to a file.
     session: PromptSession[str] = PromptSession(
         history=history, output=create_output(always_prefer_tty=True)
@@ -87,9 +95,9 @@ def line_reader() -> Callable[[], str]:
 
 def is_open(text: str) -> bool:
     """Whether `text` begins with triple quotes that have not been closed."""
-    return text.lstrip().startswith(QUOTES) and not (
-        text.rstrip().endswith(QUOTES) and len(text.strip()) >= 2 * len(QUOTES)
-    )
+    text = text.strip()
+    closed = text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES)
+    return text.startswith(QUOTES) and not closed
 
 
 def unquoted(line: str) -> str:

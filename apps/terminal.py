@@ -17,6 +17,12 @@ def notes() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
 
 
+def results() -> Console:
+    """The console on stdout for tables; where that is no terminal, lines are 120 wide and plain."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=120)
+
+
 def note(line: str) -> None:
     """One dim line on stderr; only a terminal's width breaks it, between words."""
     console = notes()
@@ -66,15 +72,16 @@ def statistics_line(stats: Statistics) -> str:
     return "  ".join(
         (
             f"{stats.completion_tokens} tokens",
-            f"{_figure(stats.decode_tok_s, '.1f')} tok/s",
-            f"ttft {_figure(stats.ttft_ms, '.0f', ' ms')}",
-            f"accepted {_figure(accepted, '.1f')} of {_figure(drafted, '.1f')} per step",
-            f"drafter {_figure(stats.drafter_busy, '.0%')}",
-            f"verifier {_figure(stats.verifier_busy, '.0%')}",
+            f"{figure(stats.decode_tok_s, '.1f')} tok/s",
+            f"ttft {figure(stats.ttft_ms, '.0f', ' ms')}",
+            f"accepted {figure(accepted, '.1f')} of {figure(drafted, '.1f')} per step",
+            f"drafter {figure(stats.drafter_busy, '.0%')}",
+            f"verifier {figure(stats.verifier_busy, '.0%')}",
             stats.reason,
         )
     )
 
 
-def _figure(value: float | None, form: str, unit: str = "") -> str:
+def figure(value: float | None, form: str, unit: str = "") -> str:
+    """`value` formatted, with its unit; n/a for what was not measured."""
     return "n/a" if value is None else f"{value:{form}}{unit}"

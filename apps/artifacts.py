@@ -1,0 +1,132 @@
+"""What an artifact on disk is, as plain values: its manifest, its files, its graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact import (
+    DRAFTER_FILE,
+    DRAFTER_PACKAGE,
+    PAIR_FILE,
+    VERIFIER_FILE,
+    DrafterManifest,
+    PairManifest,
+    VerifierManifest,
+    file_sha256,
+)
+from ondevice.coreml import package as coreml
+from ondevice.coreml.lint import lint
+from ondevice.coreml.ops import CONSTEXPR
+from ondevice.errors import ArtifactError
+from ondevice.home import pairs_folder
+from ondevice.models.pairs import pair_names
+
+Facts = dict[str, Any]
+
+_WITHOUT_DATA = frozenset({"const", *CONSTEXPR})
+
+
+def locate(artifact: str) -> Path:
+    """The folder that is meant: a path, or the name of a known pair that has been converted."""
+    path = Path(artifact).expanduser()
+    if path.is_dir():
+        return path
+    if artifact in pair_names():
+        converted = pairs_folder() / artifact
+        if converted.is_dir():
+            return converted
+        raise ArtifactError(
+            f"the pair {artifact} has not been converted yet; run `ondevice chat {artifact}` first"
+        )
+    raise ArtifactError(f"no folder {artifact}; give a pair, a verifier, a drafter or .mlpackage")
+
+
+def facts(path: Path) -> Facts:
+    """All that can be said of the artifact in `path`; `kind` says what it is.
+
+    Raises ArtifactError when it is none of the known kinds, or damaged.
+    """
+    if (path / PAIR_FILE).is_file():
+        return _pair(path)
+    if (path / VERIFIER_FILE).is_file():
+        return _verifier(path)
+    if (path / DRAFTER_FILE).is_file():
+        return _drafter(path)
+    if (path / coreml.MANIFEST).is_file():
+        return _package(path)
+    raise ArtifactError(
+        f"{path} is no artifact: expected {PAIR_FILE}, {VERIFIER_FILE}, {DRAFTER_FILE} or "
+        f"{coreml.MANIFEST} in it"
+    )
+
+
+def _pair(path: Path) -> Facts:
+    manifest = PairManifest.read(path / PAIR_FILE)
+    drafter = None if manifest.drafter is None else _drafter(path / manifest.drafter)
+    return {
+        "kind": "pair",
+        "path": str(path),
+        "manifest": manifest.model_dump(),
+        "verifier": _verifier(path / manifest.verifier),
+        "drafter": drafter,
+    }
+
+
+def _verifier(path: Path) -> Facts:
+    manifest = VerifierManifest.read(path / VERIFIER_FILE)
+    return {
+        "kind": "verifier",
+        "path": str(path),
+        "manifest": manifest.model_dump(),
+        "bytes": _bytes(path),
+        "matches_manifest": all(
+            (path / name).is_file() and file_sha256(path / name) == expected
+            for name, expected in manifest.weights_sha256.items()
+        ),
+    }
+
+
+def _drafter(path: Path) -> Facts:
+    manifest = DrafterManifest.read(path / DRAFTER_FILE)
+    package = _package(path / DRAFTER_PACKAGE)
+    found = (package["weights_sha256"], package["ops_sha256"])
+    return {
+        "kind": "drafter",
+        "path": str(path),
+        "manifest": manifest.model_dump(),
+        "bytes": _bytes(path),
+        "matches_manifest": found == (manifest.weights_sha256, manifest.ops_sha256),
+        "package": package,
+    }
+
+
+def _package(path: Path) -> Facts:
+    package = coreml.Package.open(path)
+    weights = coreml.weights_file(path)
+    return {
+        "kind": "package",
+        "path": str(path),
+        "specification_version": package.specification_version,
+        "bytes": _bytes(path),
+        "weights_bytes": weights.stat().st_size if weights.is_file() else 0,
+        "weights_sha256": coreml.weights_digest(path),
+        "ops_sha256": coreml.ops_digest(package),
+        "functions": {name: _function(each) for name, each in package.functions.items()},
+        "lint": [asdict(finding) for finding in lint(package)],
+    }
+
+
+def _function(function: coreml.Function) -> Facts:
+    counts = Counter(op.type for op in function.ops if op.type not in _WITHOUT_DATA)
+    return {
+        "inputs": {value.name: str(value.type) for value in function.inputs},
+        "outputs": {name: str(function.types[name]) for name in function.outputs},
+        "ops": dict(sorted(counts.items())),
+    }
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,191 @@
+"""`ondevice inspect`: what an artifact is, for people or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ondevice.apps.artifacts import Facts, facts, locate
+from ondevice.apps.terminal import results
+
+Row = tuple[str, str]
+
+
+def run(artifact: str, as_json: bool) -> None:
+    """Print what `artifact` is. Raises ArtifactError when it is nothing known, or damaged."""
+    found = facts(locate(artifact))
+    if as_json:
+        print(json.dumps(found), flush=True)
+    else:
+        _SECTIONS[found["kind"]](results(), found)
+
+
+def _print_pair(console: Console, pair: Facts) -> None:
+    manifest = pair["manifest"]
+    _print_rows(
+        console,
+        f"pair {pair['path']}",
+        [("name", manifest["name"]), ("tokenizer", short(manifest["tokenizer_sha256"]))],
+    )
+    _print_verifier(console, pair["verifier"])
+    if pair["drafter"] is None:
+        console.print("no drafter: text is decoded plainly")
+    else:
+        _print_drafter(console, pair["drafter"])
+
+
+def _print_verifier(console: Console, verifier: Facts) -> None:
+    manifest = verifier["manifest"]
+    rows = [
+        ("family", manifest["family"]),
+        ("weights", f"{manifest['dtype']}, {megabytes(verifier['bytes'])}"),
+        ("context", f"{manifest['context']} tokens"),
+        ("vocabulary", f"{manifest['vocab_size']} tokens"),
+        *((name, short(sha256)) for name, sha256 in manifest["weights_sha256"].items()),
+        *_origin(verifier),
+    ]
+    _print_rows(console, f"verifier {verifier['path']}", rows)
+
+
+def _print_drafter(console: Console, drafter: Facts) -> None:
+    manifest = drafter["manifest"]
+    rows = [
+        ("family", manifest["family"]),
+        ("layers", f"{_listed(manifest['layers'])} of the verifier"),
+        ("hidden size", str(manifest["hidden_size"])),
+        (
+            "heads",
+            f"{manifest['num_heads']} query, {manifest['num_kv_heads']} key/value, "
+            f"of {manifest['head_dim']}",
+        ),
+        ("vocabulary", _vocabulary(manifest)),
+        ("rows a step", _listed(manifest["row_counts"])),
+        ("context", f"{_listed(manifest['context_sizes'])} slots"),
+        ("embedding", f"{manifest['embedding_tensor']} of the {manifest['embedding_in']}"),
+        ("compression", manifest["compression"]),
+        *_parity(manifest["parity"]),
+        *_origin(drafter),
+    ]
+    _print_rows(console, f"drafter {drafter['path']}", rows)
+    _print_package(console, drafter["package"])
+
+
+def _vocabulary(manifest: Mapping[str, Any]) -> str:
+    logits = f"logits in {len(manifest['logit_rows'])} part(s)"
+    if manifest["row_to_token"] is None:
+        return f"{manifest['vocab_size']} tokens, {logits}"
+    return f"{len(manifest['row_to_token'])} of {manifest['vocab_size']} tokens, {logits}"
+
+
+def _parity(parity: Mapping[str, Any] | None) -> list[Row]:
+    if parity is None:
+        return [("parity", "not measured")]
+    return [
+        (
+            "parity",
+            f"against mlx-lm over {parity['positions']} positions: logits within "
+            f"{parity['max_error_rounded']:.1e} of the weights as stored, "
+            f"{parity['max_error_unrounded']:.1e} of the unrounded ones; same first choice in fp16 "
+            f"{parity['first_choice_agreement_fp16']:.1%}",
+        )
+    ]
+
+
+def _origin(part: Facts) -> list[Row]:
+    manifest = part["manifest"]
+    return [
+        ("tokenizer", short(manifest["tokenizer_sha256"])),
+        *((f"from {source['name']}", short(source["sha256"])) for source in manifest["sources"]),
+        ("converter", f"ondevice {manifest['converter_version']}"),
+        ("hashes", "match" if part["matches_manifest"] else "DO NOT MATCH: convert it again"),
+    ]
+
+
+def _print_package(console: Console, package: Facts) -> None:
+    rows = [
+        ("specification", f"version {package['specification_version']}"),
+        (
+            "size",
+            f"{megabytes(package['bytes'])}, weights {megabytes(package['weights_bytes'])}",
+        ),
+        ("weights", short(package["weights_sha256"])),
+        ("ops", short(package["ops_sha256"])),
+        *((f"function {name}", _signature(each)) for name, each in package["functions"].items()),
+    ]
+    _print_rows(console, f"package {package['path']}", rows)
+    _print_ops(console, package["functions"])
+    _print_lint(console, package["lint"])
+
+
+def _signature(function: Facts) -> str:
+    return f"{_values(function['inputs'])} -> {_values(function['outputs'])}"
+
+
+def _values(types: Mapping[str, str]) -> str:
+    """Names and types; numbered values of one type (k_0, k_1, ...) are named once."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, type_ in types.items():
+        stem, _, number = name.rpartition("_")
+        grouped.setdefault((stem if number.isdigit() else name, type_), []).append(name)
+    return ", ".join(
+        f"{names[0] if len(names) == 1 else f'{stem}_0..{len(names) - 1}'} {type_}"
+        for (stem, type_), names in grouped.items()
+    )
+
+
+def _print_ops(console: Console, functions: Mapping[str, Facts]) -> None:
+    table = Table(box=None, pad_edge=False, title="ops", title_justify="left")
+    table.add_column("op", no_wrap=True)
+    for name in functions:
+        table.add_column(name, justify="right", no_wrap=True)
+    counts = [each["ops"] for each in functions.values()]
+    for op in sorted({op for ops in counts for op in ops}):
+        table.add_row(op, *(str(ops.get(op, 0)) for ops in counts))
+    table.add_row("total", *(str(sum(ops.values())) for ops in counts))
+    console.print(table)
+
+
+def _print_lint(console: Console, findings: Iterable[Facts]) -> None:
+    """One line for each thing found, with the number of places."""
+    seen = Counter((each["rule"], each["message"], each["source"]) for each in findings)
+    if not seen:
+        console.print("lint: nothing that the Neural Engine is known not to like")
+    for (rule, message, source), places in seen.items():
+        console.print(f"lint: {rule}: {message}, {places} place(s) ({source})", soft_wrap=True)
+
+
+def _print_rows(console: Console, title: str, rows: Iterable[Row]) -> None:
+    console.print(title, style="bold")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(f"  {name}", value)
+    console.print(table)
+
+
+def short(sha256: str) -> str:
+    """Enough of a hash to tell files apart."""
+    return f"sha256 {sha256[:12]}"
+
+
+def megabytes(size_bytes: int) -> str:
+    """A size for people, in MB of 10^6 bytes."""
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+_SECTIONS = {
+    "pair": _print_pair,
+    "verifier": _print_verifier,
+    "drafter": _print_drafter,
+    "package": _print_package,
+}
