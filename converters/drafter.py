@@ -14,15 +14,17 @@ from ondevice.artifact import (
     VERIFIER_FILE,
     DrafterManifest,
     FunctionShape,
+    ParityResult,
     RopeManifest,
     VerifierManifest,
     replacing,
 )
 from ondevice.converters.checkpoint import Checkpoint
-from ondevice.converters.embedding import TENSOR, place_embedding
+from ondevice.converters.embedding import TENSOR, EmbeddingPlace, place_embedding
 from ondevice.converters.mlpackage import folder_bytes, write_mlpackage
 from ondevice.converters.parity import check_parity
 from ondevice.converters.progress import Progress
+from ondevice.coreml.lint import lint
 from ondevice.coreml.package import Package, ops_digest, weights_digest
 from ondevice.errors import ArtifactError, BadRequest, RuntimeFailure
 from ondevice.models.config import ModelConfig
@@ -74,38 +76,52 @@ def convert_drafter(
         write_mlpackage([function.source(weights) for function in functions], path)
         _check_size(folder_bytes(path), weights.nbytes)
         report(2)
-        package = Package.open(path)
-        embedding = checkpoint.tensor(TENSOR).astype(np.float16)
-        place = place_embedding(embedding, verifier_folder, scratch)
+        rows = checkpoint.tensor(TENSOR).astype(np.float16)
+        place = place_embedding(rows, verifier_folder, scratch)
         report(3)
-        manifest = DrafterManifest(
-            family=config.family,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            rope=_rope(config),
-            layers=list(layers),
-            row_counts=list(row_counts),
-            context_sizes=list(context_sizes),
-            functions=[_shape(package, function) for function in functions],
-            logit_rows=head_partition(config.vocab_size),
-            embedding_in=place.folder,
-            embedding_tensor=place.tensor,
-            embedding_sha256=place.sha256,
-            compression="fp16",
-            weights_sha256=weights_digest(path),
-            ops_sha256=ops_digest(package),
-            tokenizer_sha256=checkpoint.tokenizer_sha256,
-            sources=checkpoint.sources,
-            converter_version=version("ondevice"),
-            parity=check_parity(package, checkpoint, layers, embedding, functions),
-        )
+        package = Package.open(path)
+        parity = check_parity(package, checkpoint, layers, rows, functions)
+        manifest = _manifest(checkpoint, layers, functions, package, place, parity)
         manifest.write(scratch / DRAFTER_FILE)
         report(4)
     return manifest
+
+
+def _manifest(
+    checkpoint: Checkpoint,
+    layers: Sequence[int],
+    functions: Sequence[DrafterFunction],
+    package: Package,
+    place: EmbeddingPlace,
+    parity: ParityResult,
+) -> DrafterManifest:
+    config = functions[0].config
+    return DrafterManifest(
+        family=config.family,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        rope=_rope(config),
+        layers=list(layers),
+        row_counts=list(dict.fromkeys(function.rows for function in functions)),
+        context_sizes=list(dict.fromkeys(function.context for function in functions)),
+        functions=[_shape(package, function) for function in functions],
+        logit_rows=head_partition(config.vocab_size),
+        embedding_in=place.folder,
+        embedding_tensor=place.tensor,
+        embedding_sha256=place.sha256,
+        compression="fp16",
+        weights_sha256=weights_digest(package.path),
+        ops_sha256=ops_digest(package),
+        tokenizer_sha256=checkpoint.tokenizer_sha256,
+        sources=checkpoint.sources,
+        converter_version=version("ondevice"),
+        parity=parity,
+        lint=[str(finding) for finding in lint(package)],
+    )
 
 
 def _check_request(

@@ -58,13 +58,15 @@ class TokenTree:
     steps: tuple[int, ...]
 
     @classmethod
-    def random(cls, vocab_size: int, steps: Sequence[int], seed: int) -> TokenTree:
-        """Random tokens; seven nodes of ten continue the newest one, the rest branch off."""
+    def random(
+        cls, vocab_size: int, steps: Sequence[int], seed: int, branching: float = 0.3
+    ) -> TokenTree:
+        """Random tokens; a node continues the newest one, or with `branching` hangs elsewhere."""
         rng = np.random.default_rng(seed)
         total = sum(steps)
         parents = [-1]
         for node in range(1, total):
-            continues = rng.random() < 0.7
+            continues = rng.random() >= branching
             parents.append(node - 1 if continues else int(rng.integers(max(0, node - 12), node)))
         tokens = rng.integers(0, vocab_size, total)
         return cls(tuple(tokens.tolist()), tuple(parents), tuple(steps))

@@ -24,9 +24,6 @@ Var = Any
 ANE_MAX_AXIS = 16_384
 # Rank 5 is the engine's own limit: ANEForge op-quirks, Apple's neural_engine_rules.
 ANE_MAX_RANK = 5
-# A matmul output beyond half of the fp16 range becomes infinite on M1 to M5: ANEForge
-# numeric-cliffs.
-ANE_MAX_PRODUCT = 32_752.0
 # Additive mask: -inf makes NaN in a softmax whose row is all masked (coremltools PR 2669).
 MASKED = -1e4
 FP16_MAX = 65_504.0
