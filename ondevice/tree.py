@@ -60,6 +60,10 @@ class SpeculationTree:
     def __getitem__(self, node: int) -> Node:
         return self._nodes[node]
 
+    def ids(self) -> set[int]:
+        """All nodes, the root included."""
+        return set(self._nodes)
+
     def _new(self, token: int, parent: int, acceptance: float, proposer: str | None) -> Node:
         node = Node(self._next_id, token, parent, acceptance, proposer)
         self._next_id += 1

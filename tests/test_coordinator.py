@@ -1,0 +1,128 @@
+"""Laws of the coordinator, over random proposers, completion orders, cancellations and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import END, SCRIPTS, VOCAB, World, plain_text
+
+from ondevice.errors import UnitFailed
+from ondevice.policy import Schedule
+from ondevice.records import AcceptanceRule
+from ondevice.sampling import Law, SamplingParams
+
+PROMPTS = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12)
+SEEDS = st.integers(0, 2**31)
+STRATEGIES = st.sampled_from(["plain", "sequential", "pipelined"])
+SCHEDULES = st.builds(
+    Schedule,
+    strategy=STRATEGIES,
+    children=st.just(3),
+    draft_rows=st.integers(1, 8),
+    verify_rows=st.integers(1, 12),
+    depth=st.integers(1, 6),
+    tree_nodes=st.integers(1, 40),
+)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    top_k=st.sampled_from([0, 4]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    seed=SEEDS,
+)
+
+
+def expected(prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> list[int]:
+    return plain_text(prompt, Law(params, VOCAB), max_tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(SCRIPTS)), SEEDS, PROMPTS, SCHEDULES, PARAMS, st.integers(1, 30))
+def test_any_schedule_gives_the_plain_text(script, seed, prompt, schedule, params, max_tokens):
+    world = World(script, seed)
+    assert world.answer(prompt, params, schedule, max_tokens) == expected(
+        prompt, params, max_tokens
+    )
+    assert world.stop.reason == ("stop" if world.text[-1] == END else "length")
+    world.settle()
+    assert world.verifier.cache == world.coordinator.committed[:-1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from(sorted(SCRIPTS)), SEEDS)
+def test_turns_cancels_and_changes_of_schedule_leave_every_later_text_right(data, script, seed):
+    world = World(script, seed)
+    prompt = data.draw(PROMPTS)
+    for _ in range(data.draw(st.integers(2, 4))):
+        params, schedule = data.draw(PARAMS), data.draw(SCHEDULES)
+        cancel = data.draw(st.none() | st.integers(1, 40))
+        text = world.answer(prompt, params, schedule, 16, cancel_after=cancel)
+        whole = expected(prompt, params, 16)
+        assert text == whole[: len(text)]
+        assert text == whole or world.stop.reason == "cancelled"
+        assert world.coordinator.committed == prompt + text
+        if data.draw(st.booleans()):
+            world.settle()
+        kept = data.draw(st.integers(0, len(prompt) + len(text)))
+        prompt = (prompt + text)[:kept] + data.draw(PROMPTS)
+    world.settle()
+    cache, told = world.verifier.cache, world.drafter.told
+    assert cache == world.coordinator.committed[: len(cache)]
+    assert told == world.coordinator.committed[: len(told)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(SCRIPTS)), SEEDS, PROMPTS, SCHEDULES, PARAMS, st.integers(1, 40))
+def test_a_dead_drafter_costs_no_token(script, seed, prompt, schedule, params, when):
+    world = World(script, seed)
+    text = world.answer(prompt, params, schedule, 20, fail=("drafter", when))
+    assert text == expected(prompt, params, 20)
+    world.settle()
+    again = world.answer([*prompt, 1], params, schedule, 5)
+    assert again == expected([*prompt, 1], params, 5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(SCRIPTS)), SEEDS, PROMPTS, SCHEDULES, PARAMS, st.integers(1, 40))
+def test_a_dead_verifier_ends_the_answer_with_its_error(
+    script, seed, prompt, schedule, params, when
+):
+    world = World(script, seed)
+    text = world.answer(prompt, params, schedule, 20, fail=("verifier", when))
+    assert text == expected(prompt, params, 20)[: len(text)]
+    world.settle()
+    if "verifier" in world.dead:
+        assert world.stop.reason == "error"
+        assert world.stop.error is not None
+        with pytest.raises(UnitFailed):
+            world.answer(prompt, params, schedule, 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, PROMPTS, STRATEGIES, st.integers(1, 20))
+def test_rejection_ends_where_it_should_and_keeps_the_caches(seed, prompt, strategy, max_tokens):
+    rule: AcceptanceRule = "rejection"
+    schedule = Schedule(strategy, children=1, rule=rule)
+    world = World("perfect", seed)
+    text = world.answer(prompt, SamplingParams(temperature=1.0, seed=seed), schedule, max_tokens)
+    assert END not in text[:-1]
+    assert len(text) == max_tokens or text[-1] == END
+    world.settle()
+    assert world.verifier.cache == world.coordinator.committed[:-1]
+
+
+def test_a_perfect_drafter_saves_rounds():
+    params = SamplingParams(seed=3)
+    world = World("perfect", seed=1)
+    text = world.answer([1, 2], params, Schedule("sequential"), 24)
+    assert len(world.coordinator.turn.rounds) < len(text) / 2
+
+
+def test_without_a_drafter_there_is_one_run():
+    world = World("perfect", seed=1, drafter=False)
+    text = world.answer([1, 2, 3], SamplingParams(seed=5), Schedule("pipelined"), 12)
+    assert text == expected([1, 2, 3], SamplingParams(seed=5), 12)
+    assert all(r.drafted == 0 for r in world.coordinator.turn.rounds)
