@@ -90,12 +90,40 @@ class _Reader:
 
     def function(self, name: str, message: Any) -> Function:
         block = message.block_specializations[message.opset]
-        return Function(
+        function = Function(
             name=name,
             inputs=tuple(self._value(value) for value in message.inputs),
             ops=tuple(self._op(op) for op in block.operations),
             outputs=tuple(block.outputs),
         )
+        self._check_names(function)
+        return function
+
+    def _check_names(self, function: Function) -> None:
+        """Every value is defined once, before it is used; coremltools can save other programs."""
+        defined: set[str] = set()
+        for value in function.inputs:
+            self._define(defined, function, value)
+        for op in function.ops:
+            for name in (a for given in op.inputs.values() for a in given if isinstance(a, str)):
+                self._require(name in defined, function, f"{op.name} uses {name}, not yet defined")
+            for value in op.outputs:
+                self._define(defined, function, value)
+        for name in function.outputs:
+            self._require(name in defined, function, f"output {name} is not defined")
+        duplicates = len(function.outputs) != len(set(function.outputs))
+        self._require(not duplicates, function, f"repeated outputs {', '.join(function.outputs)}")
+
+    def _define(self, defined: set[str], function: Function, value: Value) -> None:
+        self._require(value.name not in defined, function, f"{value.name} is defined twice")
+        defined.add(value.name)
+
+    def _require(self, condition: bool, function: Function, what: str) -> None:
+        if not condition:
+            raise ArtifactError(
+                f"function {function.name} of {self._folder} is inconsistent: {what}; "
+                "convert the model again"
+            )
 
     def _op(self, message: Any) -> Op:
         attributes: Mapping[str, Any] = message.attributes

@@ -26,8 +26,13 @@ def _log_sum_exp(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
 
 
 _SUMS: dict[str, Kernel] = {
-    "reduce_sum": np.add.reduce,
-    "reduce_prod": np.multiply.reduce,
+    # The dtype is named because numpy widens sums of integers.
+    "reduce_sum": lambda x, axis, keepdims: np.add.reduce(
+        x, axis=axis, keepdims=keepdims, dtype=x.dtype
+    ),
+    "reduce_prod": lambda x, axis, keepdims: np.multiply.reduce(
+        x, axis=axis, keepdims=keepdims, dtype=x.dtype
+    ),
     "reduce_mean": _mean,
     "reduce_l1_norm": lambda x, axis, keepdims: np.add.reduce(
         np.abs(x), axis=axis, keepdims=keepdims
