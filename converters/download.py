@@ -123,6 +123,7 @@ def _run_pip(
                     progress(int(at[1]), int(at[2]) or source.wheel_bytes)
         except BaseException:
             pip.kill()
+            pip.wait()
             raise
     return pip.returncode, lines
 

