@@ -192,8 +192,9 @@ class Verdict:
     accepted: the accepted nodes, top down. tokens: their tokens, then the verifier's own next one:
     (len(accepted) + 1,). logprobs: one each. top_logprobs: per token the likeliest (token,
     log-probability) pairs, empty unless asked for. hidden: the final norm's output of the last row
-    of the walk, shape (hidden_size,), when asked for. rider_tokens: each rider's likeliest token. more: a run goes on; the last verdict of a
-    run has it False and no tokens when the run was ended from outside.
+    of the walk, shape (hidden_size,), when asked for. rider_tokens: each rider's likeliest token.
+    more: a run goes on; the last verdict of a run has it False, and no tokens when the run was
+    ended from outside.
     """
 
     step: int

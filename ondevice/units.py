@@ -29,7 +29,8 @@ class VerifyRequest:
 
     rows: row 0 is the root, parents come before their children. riders: rows that ride along and
     never enter the cache (lookahead): parents index rows, then riders; they see the prefix and
-    their own ancestors; their first choice, without noise, comes back. want_hidden: return the final norm's output of the walk's last row.
+    their own ancestors; their first choice, without noise, comes back. want_hidden: return the
+    final norm's output of the walk's last row.
     """
 
     session: int
