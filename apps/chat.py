@@ -36,6 +36,7 @@ class Request:
 def run(request: Request, open_pair: Callable[[str], Engine] = open_engine) -> None:
     """Carry out `request`. Raises BadRequest before anything is downloaded or loaded."""
     check_options(request.options)
+    whole_text(request.system or "", "the system message")
     interactive = request.prompt is None and sys.stdin.isatty()
     if interactive and request.as_json:
         raise BadRequest("--json answers one prompt: give it with -p, or pipe it in")
@@ -58,8 +59,9 @@ def check_options(options: Options) -> None:
     """Raises BadRequest for a value out of its range."""
     options.checked()
     options.sampling.checked(ANY_VOCABULARY)
-    if any(not text for text in options.stop):
-        raise BadRequest("a stop text must not be empty")
+    for text in options.stop:
+        if not whole_text(text, "a stop text"):
+            raise BadRequest("a stop text must not be empty")
 
 
 def one_shot_prompt(given: str | None) -> str:
@@ -68,16 +70,25 @@ def one_shot_prompt(given: str | None) -> str:
     prompt = "\n\n".join(part for part in (given or "", piped.strip("\n")) if part.strip())
     if not prompt:
         raise BadRequest("the prompt is empty; write something after -p, or pipe it in")
-    return prompt
+    return whole_text(prompt, "the prompt")
 
 
 def _read_stdin() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
+        raise BadRequest(f"stdin is not {error.encoding} text; pipe in plain text") from error
+
+
+def whole_text(text: str, name: str) -> str:
+    """`text`; raises BadRequest when it was made of bytes that are no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
         raise BadRequest(
-            f"stdin is not {error.encoding} text (byte {error.start}); pipe in plain text"
+            f"{name} is not UTF-8 text (character {error.start}); give plain text"
         ) from error
+    return text
 
 
 def print_json(answer: Answer) -> None:

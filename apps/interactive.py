@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ondevice import blas
-from ondevice.apps.chat import Request, interrupt_stops, stream_answer
+from ondevice.apps.chat import Request, interrupt_stops, stream_answer, whole_text
 from ondevice.apps.failures import say
 from ondevice.apps.opening import placement
 from ondevice.apps.slash import Settings, obey
@@ -56,7 +56,7 @@ def talk(session: Session, settings: Settings, read: Callable[[], str]) -> None:
 def _answer(text: str, session: Session, settings: Settings) -> None:
     try:
         with interrupt_stops(session):
-            settings.last = stream_answer(session, text, settings.options).stats
+            settings.last = stream_answer(session, whole_text(text, "this"), settings.options).stats
     except BadRequest as error:
         say(str(error))
     else:
