@@ -236,6 +236,12 @@ class _Compiler:
                 f"the emulator does not know op {op.type} "
                 f"({op.name} in function {self._function.name})"
             )
+        for output in op.outputs:
+            if -1 in output.type.shape:
+                raise UnknownOp(
+                    f"the emulator does not know a shape set at run time, {output.type} of "
+                    f"{op.type} ({op.name} in function {self._function.name})"
+                )
 
     def _argument_value(self, argument: Argument) -> Known:
         if isinstance(argument, Constant):
