@@ -8,6 +8,7 @@ speculated. `ondevice.sampling_mlx` is the same law on the device.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections import OrderedDict
@@ -27,6 +28,9 @@ DRAFT_STREAM = 1
 """Noise a drafter samples from under `rejection`; the verifier never uses it."""
 ACCEPT_STREAM = 2
 """Element 0 decides acceptance under `rejection`."""
+
+LEAST_TEMPERATURE = 1e-4
+"""Below it logits / temperature leaves float32; the likeliest token is all that is left anyway."""
 
 _LARGEST_U = np.float32(1 - 2**-24)  # u rounds to 1.0 in float32 for the last 128 of 2^32 values
 
@@ -48,7 +52,8 @@ class Constraint(Protocol):
 class SamplingParams:
     """How tokens are chosen; the defaults are greedy.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: 1.0 and 0.0 are off.
+    temperature: 0 is greedy, and so is anything below LEAST_TEMPERATURE. top_k: 0 is off.
+    top_p, min_p: 1.0 and 0.0 are off.
     repetition_penalty: 1.0 is off; divides positive and multiplies negative logits of tokens among
     the last `repetition_window` (Keskar et al. 2019, section 4.1). logit_bias: token -> addend.
     seed: None draws one, and the answer reports it. top_logprobs: how many to return per token.
@@ -80,7 +85,8 @@ class SamplingParams:
             _require("logit bias", bias, np.isfinite(bias), "a finite number")
         seed = secrets.randbits(32) if self.seed is None else self.seed
         _require("seed", seed, 0 <= seed < 2**64, "0 to 2^64 - 1")
-        return replace(self, seed=seed)
+        temperature = self.temperature if self.temperature >= LEAST_TEMPERATURE else 0.0
+        return replace(self, seed=seed, temperature=temperature)
 
     @property
     def rewrites_logits(self) -> bool:
@@ -231,7 +237,7 @@ def log_probabilities(logits: FloatArray, params: SamplingParams) -> FloatArray:
         before = np.cumsum(np.exp(descending)) - np.exp(descending)
         log_p = _keep(log_p, descending[np.count_nonzero(before < params.top_p) - 1])
     if params.min_p > 0:
-        log_p = _keep(log_p, log_p.max() + np.log(np.float32(params.min_p)))
+        log_p = _keep(log_p, log_p.max() + np.float32(math.log(params.min_p)))
     return log_p
 
 
