@@ -180,14 +180,14 @@ def within_cuts(log_q: FloatArray, params: SamplingParams) -> FloatArray:
     """
     if params.temperature == 0:
         return log_q
-    if 0 < params.top_k < log_q.size:
+    if 0 < params.top_k <= log_q.size:
         log_q = _kept(log_q, log_q[params.top_k - 1])
     if params.top_p < 1:
         q = np.exp(log_q)
         reached = np.count_nonzero(np.cumsum(q) - q < params.top_p)
         log_q = _kept(log_q, log_q[reached - 1], least_mass=params.top_p)
     if params.min_p > 0:
-        threshold = log_q[0] + np.log(np.float32(params.min_p))
+        threshold = log_q[0] + np.float32(np.log(params.min_p))
         if log_q[-1] < threshold:
             log_q = _kept(log_q, threshold)
     return log_q

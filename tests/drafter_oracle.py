@@ -162,9 +162,7 @@ def numpy_drafter(
     return CoreMLDrafter(LoadedDrafter(manifest, embedding, runtime)), runtime
 
 
-def in_order_logits(
-    model: tiny.TinyModel, tokens: Sequence[int], windows: Sequence[int]
-) -> Array:
+def in_order_logits(model: tiny.TinyModel, tokens: Sequence[int], windows: Sequence[int]) -> Array:
     """Logits after the last of `tokens`, (vocab,); token i sees tokens 0 to 3 and windows[i] to i.
 
     The embedding is rounded to fp16, as the host hands it over.
