@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "records", "tree", "policy", "coordinator"},
     ),
     "models": ({"models."}, {"errors"}),
-    "coreml": ({"coreml."}, {"errors", "files"}),
+    "coreml": ({"coreml."}, {"errors", "files", "models"}),
     "converters": ({"converters."}, {"errors", "files", "coreml", "models"}),
     "units": (
         {
