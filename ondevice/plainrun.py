@@ -11,7 +11,7 @@ import numpy as np
 
 from ondevice.errors import UnitFailed
 from ondevice.records import Verdict
-from ondevice.sampling_mlx import NO_EDITS, Choices, DeviceLaw, RowEdits, floats, ints
+from ondevice.sampling_mlx import NO_EDITS, Choices, DeviceLaw, floats, ints
 from ondevice.units import RunRequest
 
 CLEAR_EVERY = 256
@@ -72,19 +72,10 @@ class PlainRun:
         elif history is not None:
             edits = self.law.edits([history])
         else:
-            edits = self._edits_ahead(fed)
+            edits = self.law.edits_ahead(self.known, fed)
         choices = self.law.choose(logits, [position], edits)
         mx.async_eval(choices.arrays())  # type: ignore[no-untyped-call]  # C++
         return choices
-
-    def _edits_ahead(self, fed: mx.array) -> RowEdits:
-        """Edits whose last token, `fed`, is still on the device."""
-        params = self.law.law.params
-        if params.repetition_penalty == 1.0 or params.repetition_window == 0:
-            return NO_EDITS
-        recent = self.known[max(0, len(self.known) - params.repetition_window + 1) :]
-        penalised = mx.concatenate([mx.array(recent, dtype=mx.uint32), fed.astype(mx.uint32)])
-        return RowEdits(penalised=penalised[None])
 
     def _read(self, choices: Choices, start_ns: int, position: int, more: bool) -> Verdict:
         """Wait for a token; the only place where a run does."""

@@ -130,6 +130,18 @@ class DeviceLaw:
             allowed=mx.array(np.stack(allowed)) if allowed else None,
         )
 
+    def edits_ahead(self, known: Sequence[int], last: mx.array) -> RowEdits:
+        """Edits of one row whose last token, int (1,), is still on the device.
+
+        known: the history before it. Without a constraint, which needs the token on the host.
+        """
+        assert self.law.params.constraint is None
+        window = self.law.params.repetition_window
+        if self.law.params.repetition_penalty == 1.0 or window == 0:
+            return NO_EDITS
+        recent = mx.array(list(known[max(0, len(known) - window + 1) :]), dtype=mx.uint32)
+        return RowEdits(penalised=mx.concatenate([recent, last.astype(mx.uint32)])[None])
+
     def _edit(self, logits: mx.array, edits: RowEdits) -> mx.array:
         if edits.penalised is not None:
             penalty = self.law.params.repetition_penalty

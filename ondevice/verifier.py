@@ -129,10 +129,10 @@ class MLXVerifier:
         self._append(at, tokens, stopped)
         return len(at.tokens)
 
-    def cache_arrays(self, session: int) -> list[tuple[mx.array, mx.array]]:
-        """Keys and values of every layer, (1, kv_heads, length, head_dim) each."""
-        at = self._sessions[session]
-        return [cache.to_kv_cache().keys_and_values() for cache in self._layers(at) if at.tokens]
+    def mlx_lm_cache(self, session: int) -> list[Any]:
+        """The session's layers as mlx-lm's own cache objects, for its prompt-cache files."""
+        layers = self._layers(self._sessions[session])
+        return [cache.to_kv_cache() if isinstance(cache, TreeCache) else cache for cache in layers]
 
     def row_logits(
         self, session: int, rows: Sequence[VerifyRow], riders: Sequence[VerifyRow] = ()
