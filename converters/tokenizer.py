@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,18 @@ _ROLE_KEYS = {
     "unk_token": "unknown",
     "pad_token": "padding",
 }
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`; OSError."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # tokenizers raises a bare Exception that has errno only in its text.
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ondevice.artifact import VERIFIER_FILE, VerifierManifest, file_sha256, replacing
 from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
 from ondevice.converters.progress import Progress
+from ondevice.converters.tokenizer import save_tokenizer
 from ondevice.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def write_verifier(
         scratch.mkdir()
         _write_json(scratch / "config.json", mlx_config(checkpoint, dtype))
         _write_json(scratch / "generation_config.json", _generation_config(checkpoint))
-        checkpoint.tokenizer.save_pretrained(scratch)
+        save_tokenizer(checkpoint.tokenizer, scratch)
         hashes = _write_weights(checkpoint, scratch, dtype, progress, shard_bytes)
         manifest = VerifierManifest(
             family=checkpoint.config.family,
@@ -147,8 +148,10 @@ def _save(file: Path, tensors: dict[str, mx.array]) -> None:
     try:
         mx.save_safetensors(str(file), tensors, metadata={"format": "mlx"})
     except RuntimeError as error:
-        # MLX's "Unable to write" carries no errno: a full disk, or one that has gone away.
-        raise OSError(errno.ENOSPC, f"{error}") from error
+        if "Unable to write" not in str(error):
+            raise
+        # MLX gives no errno: the disk is full, or has gone away.
+        raise OSError(errno.ENOSPC, str(error)) from error
 
 
 def tensor_bytes(config: ModelConfig, item_bytes: int) -> dict[str, int]:

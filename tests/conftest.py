@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,21 @@ def tiny_pair(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFact
     recipe = DrafterRecipe(layers=(0,), row_counts=(1, 8), context_sizes=(64, 256))
     write_pair(tiny_checkpoint, folder, name="tiny", drafter=recipe, quiet=True)
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a memory disk of so many bytes; only root may."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size_bytes: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("this user may not mount a small disk")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", str(folder)], check=False, capture_output=True)

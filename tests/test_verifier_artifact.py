@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,14 @@ def test_a_folder_that_cannot_be_made_is_one_line(
 def test_tie_word_embeddings_is_always_stated(tiny_verifier_folder: Path) -> None:
     config = json.loads((tiny_verifier_folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("size_bytes", [4096, 16_384, 200_000])
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(
+    tiny_checkpoint: Checkpoint, small_disk: Callable[[int], Path], size_bytes: int
+) -> None:
+    disk = small_disk(size_bytes)
+    with pytest.raises(CacheUnwritable, match="free space") as caught:
+        write_verifier(tiny_checkpoint, disk / "verifier")
+    assert "\n" not in str(caught.value)
+    assert list(disk.iterdir()) == []
