@@ -160,7 +160,7 @@ def _print_lint(console: Console, findings: Iterable[Facts]) -> None:
 
 
 def _print_rows(console: Console, title: str, rows: Iterable[Row]) -> None:
-    console.print(title, style="bold")
+    console.print(title, style=None if console.no_color else "bold")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

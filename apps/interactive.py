@@ -23,7 +23,8 @@ def converse(request: Request, open_pair: Callable[[str], Engine]) -> None:
     """Open the pair, say what runs where, and talk."""
     with open_pair(request.pair) as engine, engine.session(system=request.system) as session:
         note(f"{request.pair}, {request.options.strategy}")
-        note(placement(engine))
+        for line in placement(engine):
+            note(line)
         report = blas.prepare()
         if not report.fast:
             note(report.advice)

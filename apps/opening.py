@@ -22,8 +22,8 @@ def open_engine(pair: str) -> Engine:
             return Engine.open_folder(folder)
 
 
-def placement(engine: Engine) -> str:
-    """Which unit runs what on this machine, in one line."""
+def placement(engine: Engine) -> list[str]:
+    """What runs where on this machine, one line a unit."""
     import mlx.core as mx
 
     device = "GPU" if mx.default_device().type == mx.gpu else "CPU"
@@ -34,4 +34,4 @@ def placement(engine: Engine) -> str:
         drafted = f"emulated Core ML ({drafter}) on this machine's CPU"
     else:
         drafted = f"Core ML ({drafter})"
-    return f"drafter: {drafted}; verifier: MLX on {device}"
+    return [f"drafter: {drafted}", f"verifier: MLX on {device}"]

@@ -26,7 +26,8 @@ def results() -> Console:
 def note(line: str) -> None:
     """One dim line on stderr; only a terminal's width breaks it, between words."""
     console = notes()
-    console.print(line, style="dim", soft_wrap=not console.is_terminal)
+    style = None if console.no_color else "dim"
+    console.print(line, style=style, soft_wrap=not console.is_terminal)
 
 
 def loading(title: str) -> AbstractContextManager[object]:

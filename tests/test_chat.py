@@ -233,7 +233,7 @@ def test_an_interrupted_answer_ends_with_status_130_and_no_word(tiny_pair: Path)
 
 def _start(pair: Path, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*COMMAND, "chat", str(pair), "-p", "hello", *options],
+        [*COMMAND, "chat", str(pair), "-p", "Tell me more.", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,0 +1,314 @@
+"""The conversation as a person has it: typed lines, commands, Ctrl-C and Ctrl-D."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commandline import COMMAND
+
+from ondevice.apps.interactive import is_open, talk, unquoted
+from ondevice.apps.slash import Settings, changed
+from ondevice.engine import Engine
+from ondevice.errors import BadRequest
+from ondevice.session import Options, Session
+
+OPTIONS = Options(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_pair: Path) -> Iterator[Engine]:
+    with Engine.open_folder(tiny_pair) as engine:
+        yield engine
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    with engine.session() as session:
+        yield session
+
+
+def typed(*lines: str | type[BaseException]) -> Callable[[], str]:
+    """A reader of these lines; then Ctrl-D."""
+    waiting = iter(lines)
+
+    def read() -> str:
+        line = next(waiting, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return read
+
+
+# The loop
+
+
+def test_turns_build_one_conversation(
+    engine: Engine, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(session, Settings(OPTIONS), typed("One.", "", "   ", "Two."))
+    with engine.session() as other:
+        expected = [other.generate(text, OPTIONS).text for text in ("One.", "Two.")]
+        assert session.messages == other.messages
+    out, err = capsys.readouterr()
+    assert out == "".join(text + "\n" for text in expected)
+    assert err == ""
+
+
+def test_control_c_at_the_prompt_says_how_to_leave(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(session, Settings(OPTIONS), typed(KeyboardInterrupt, KeyboardInterrupt))
+    assert capsys.readouterr() == ("", "Ctrl-D or /bye leaves\n" * 2)
+
+
+@pytest.mark.parametrize("leave", ["/bye", "/exit", "/quit"])
+def test_bye_leaves(session: Session, capsys: pytest.CaptureFixture[str], leave: str) -> None:
+    talk(session, Settings(OPTIONS), typed(leave, "never read"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_control_c_stops_the_answer_and_keeps_the_chat(session: Session) -> None:
+    settings = Settings(Options(max_tokens=3500))
+    lines = iter(["Tell me more.", "/set max-tokens 5", "And now?"])
+    asked_s: list[float] = []
+    pressing = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+
+    def read() -> str:
+        if not asked_s:
+            pressing.start()
+        asked_s.append(time.monotonic())
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    before = signal.getsignal(signal.SIGINT)
+    talk(session, settings, read)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert 0.5 <= asked_s[1] - asked_s[0] < 1.5
+    roles = [message["role"] for message in session.messages]
+    assert roles == ["user", "assistant", "user", "assistant"]
+    assert session.messages[1]["content"]
+    assert settings.last is not None
+    assert settings.last.completion_tokens == 5
+
+
+def test_a_prompt_that_is_too_long_does_not_end_the_chat(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(session, Settings(OPTIONS), typed("One.", "x" * 5000, "Two."))
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"ondevice: the prompt has \d+ tokens, .*\n", err)
+    assert out
+    assert [m["content"] for m in session.messages[::2]] == ["One.", "Two."]
+
+
+def test_clear_forgets_the_turns_and_keeps_the_system_message(engine: Engine) -> None:
+    with engine.session(system="Be brief.") as session:
+        talk(session, Settings(OPTIONS), typed("One.", "/clear"))
+        assert session.messages == [{"role": "system", "content": "Be brief."}]
+
+
+def test_stats_shows_the_last_figures_and_is_a_switch(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(session, Settings(OPTIONS), typed("One.", "/stats", "Two.", "/stats", "Three."))
+    lines = capsys.readouterr().err.splitlines()
+    shown = ["figures" if line.startswith("24 tokens  ") else line for line in lines]
+    assert shown == [
+        "figures",
+        "figures after each answer: on",
+        "figures",
+        "figures after each answer: off",
+    ]
+
+
+def test_an_unknown_command_is_one_line_and_not_a_prompt(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(session, Settings(OPTIONS), typed("/sing a song"))
+    assert capsys.readouterr() == ("", "unknown command /sing; /help lists them\n")
+    assert session.messages == []
+
+
+def test_help_names_every_command(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    talk(session, Settings(OPTIONS), typed("/help"))
+    _, err = capsys.readouterr()
+    for command in ("/help", "/clear", "/stats", "/set", "/bye", "Ctrl-C", "Ctrl-D", '"""'):
+        assert command in err
+    assert all(len(line) <= 80 for line in err.splitlines())
+
+
+def test_quoted_text_may_span_lines_and_begin_with_a_slash(session: Session) -> None:
+    talk(session, Settings(OPTIONS), typed('"""\n/bye\nfor now\n"""'))
+    assert session.messages[0]["content"] == "/bye\nfor now"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_it"),
+    [
+        ("hello", False),
+        ('"""', True),
+        ('""""', True),
+        ('  """one\ntwo', True),
+        ('"""one\ntwo"""  ', False),
+        ('""""""', False),
+        ('say """', False),
+    ],
+)
+def test_triple_quotes_stay_open_until_they_are_closed(text: str, is_it: bool) -> None:
+    assert is_open(text) is is_it
+
+
+def test_quotes_are_no_part_of_the_text() -> None:
+    assert unquoted(' """one\ntwo""" ') == "one\ntwo"
+    assert unquoted('""""""') == ""
+    assert unquoted(' he said """no""" ') == 'he said """no"""'
+
+
+# /set
+
+
+def test_set_changes_one_option() -> None:
+    options = changed(changed(OPTIONS, "temperature", "0.5"), "max-tokens", "7")
+    assert (options.sampling.temperature, options.max_tokens) == (0.5, 7)
+    assert changed(options, "top_k", "4").sampling.top_k == 4
+    assert changed(options, "strategy", "plain").strategy == "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", "-1", "temperature must be 0 or more"),
+        ("temperature", "hot", "temperature must be a number, got 'hot'"),
+        ("top-k", "1.5", "top-k must be a whole number, got '1.5'"),
+        ("strategy", "telepathy", "strategy must be one of"),
+        ("mood", "good", "no option 'mood'; there are strategy, max-tokens, temperature"),
+        ("seed", "", "seed must be a whole number, got ''"),
+    ],
+)
+def test_set_refuses_and_changes_nothing(
+    session: Session, capsys: pytest.CaptureFixture[str], name: str, value: str, message: str
+) -> None:
+    with pytest.raises(BadRequest, match=re.escape(message)):
+        changed(OPTIONS, name, value)
+    settings = Settings(OPTIONS)
+    talk(session, settings, typed(f"/set {name} {value}"))
+    assert settings.options == OPTIONS
+    assert capsys.readouterr().err.startswith(message)
+
+
+# A real terminal
+
+# CPR: prompt_toolkit asks the terminal where its cursor is, and nobody here would answer.
+PLAIN_TERMINAL = {"TERM": "xterm", "NO_COLOR": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
+
+
+class Terminal:
+    """A program on a pseudo-terminal; what it writes collects in `screen`."""
+
+    def __init__(self, line: list[str], **environment: str) -> None:
+        self._here, there = pty.openpty()
+        fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = subprocess.Popen(
+            line,
+            stdin=there,
+            stdout=there,
+            stderr=there,
+            start_new_session=True,
+            preexec_fn=_take_terminal,
+            env={**os.environ, **PLAIN_TERMINAL, **environment},
+        )
+        os.close(there)
+        self.screen = ""
+
+    def send(self, keys: str) -> None:
+        self.screen = ""
+        os.write(self._here, keys.encode())
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        deadline = time.monotonic() + seconds
+        while text not in self.screen:
+            left = deadline - time.monotonic()
+            assert left > 0, f"no {text!r} in {self.screen!r}"
+            if select.select([self._here], [], [], left)[0]:
+                self.screen += self._read()
+        return self.screen
+
+    def finish(self) -> int:
+        """Read until the program ends; its exit status."""
+        while self._read():
+            pass
+        return self.process.wait(30)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._here)
+
+    def _read(self) -> str:
+        try:
+            return os.read(self._here, 65536).decode("utf-8", "replace")
+        except OSError:  # EIO: nobody has the other end any more
+            return ""
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_a_person_at_a_terminal(tiny_pair: Path, tmp_path: Path) -> None:
+    line = [*COMMAND, "chat", str(tiny_pair), "--max-tokens", "3500"]
+    with Terminal(line, ONDEVICE_HOME=str(tmp_path / "home")) as terminal:
+        _talk_like_a_person(terminal)
+    history = (tmp_path / "home" / "history").read_text(encoding="utf-8")
+    assert "+Tell me more.\n" in history
+    assert '+"""two\n+lines"""\n' in history
+    assert "+pasted\n+lines\n" in history
+
+
+def _talk_like_a_person(terminal: Terminal) -> None:
+    banner = terminal.wait_for(">>>")
+    assert "pipelined" in banner
+    assert "emulated Core ML" in banner
+    assert "MLX on CPU" in banner
+    assert "Ctrl-D or /bye leaves" in banner
+
+    terminal.send("Tell me more.\r")
+    terminal.wait_for("more.")
+    time.sleep(1.0)
+    terminal.send("\x03")
+    pressed = time.monotonic()
+    terminal.wait_for(">>>", 10)
+    assert time.monotonic() - pressed < 2.0
+
+    terminal.send("\x03")
+    terminal.wait_for("Ctrl-D or /bye leaves", 10)
+    terminal.send("/set max-tokens 4\r")
+    terminal.wait_for("max-tokens 4", 10)
+    terminal.send("/stats\r")
+    terminal.wait_for("answer: on", 10)
+    terminal.send('"""two\r')
+    terminal.wait_for("...", 10)
+    terminal.send('lines"""\r')
+    terminal.wait_for("4 tokens", 20)
+    terminal.send("\x1b[200~pasted\nlines\x1b[201~\r")
+    terminal.wait_for("4 tokens", 20)
+    terminal.send("\x04")
+    assert terminal.finish() == 0
