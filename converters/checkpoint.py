@@ -100,21 +100,30 @@ def open_checkpoint(source: Path) -> Checkpoint:
     Raises BadCheckpoint when files are missing, truncated or inconsistent, UnsupportedModel when
     the model is of a family, or uses a feature or tensor type, that is not supported.
     """
-    if source.is_dir():
-        from ondevice.converters.huggingface import open_folder
-
-        checkpoint = open_folder(source)
-    elif source.is_file():
-        from ondevice.converters.gguf import open_gguf
-
-        checkpoint = open_gguf(source)
-    else:
+    try:
+        checkpoint = _open(source)
+    except OSError as error:
         raise BadCheckpoint(
-            f"no model at {source}: expected a Hugging Face folder or a .gguf file; check the path"
-        )
+            f"{source}: expected a model that can be read, got {error.strerror or error}; "
+            "check its permissions"
+        ) from error
     check_sizes(checkpoint.config, checkpoint.label)
     check_tensors(checkpoint.config, checkpoint.store.shapes(), checkpoint.label)
     return checkpoint
+
+
+def _open(source: Path) -> Checkpoint:
+    if source.is_dir():
+        from ondevice.converters.huggingface import open_folder
+
+        return open_folder(source)
+    if source.is_file():
+        from ondevice.converters.gguf import open_gguf
+
+        return open_gguf(source)
+    raise BadCheckpoint(
+        f"no model at {source}: expected a Hugging Face folder or a .gguf file; check the path"
+    )
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

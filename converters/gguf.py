@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.converters.checkpoint import SUPPORTED_FAMILIES, Checkpoint
-from ondevice.converters.gguf_header import TensorInfo, read_header
+from ondevice.converters.gguf_header import Shape, read_header
 from ondevice.converters.tokenizer import tokenizer_from_gguf
 from ondevice.errors import BadCheckpoint, UnsupportedModel
 from ondevice.models.config import Llama3Scaling, ModelConfig
@@ -68,7 +68,7 @@ def open_gguf(file: Path) -> Checkpoint:
 class GgufStore:
     """The tensors of one GGUF file under canonical names, dequantised when they are read."""
 
-    def __init__(self, file: Path, header: dict[str, TensorInfo]) -> None:
+    def __init__(self, file: Path, header: dict[str, Shape]) -> None:
         self._file = file
         self._names = {canonical_name(name): name for name in header}
         self._header = header
@@ -101,10 +101,10 @@ class GgufStore:
         """Whether the file scales its rotary frequencies by a table."""
         return _ROPE_FACTORS in self._header
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self) -> Mapping[str, Shape]:
         """Shape of every tensor, outputs first, as the header states it."""
         return {
-            name: self._header[original].shape
+            name: self._header[original]
             for name, original in self._names.items()
             if original != _ROPE_FACTORS
         }

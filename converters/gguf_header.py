@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 from ondevice.errors import BadCheckpoint, UnsupportedModel
@@ -40,16 +39,12 @@ _STRING, _ARRAY = 8, 9
 _ALIGNMENT_KEY = "general.alignment"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One entry of the table; `shape` is outputs first (the reverse of ggml's order)."""
-
-    type_name: str
-    shape: tuple[int, ...]
+Shape = tuple[int, ...]
+"""Outputs first: the reverse of ggml's order."""
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Tensor infos by GGUF name.
+def read_header(file: Path) -> dict[str, Shape]:
+    """Shape of every tensor by GGUF name.
 
     Raises BadCheckpoint for what is no whole GGUF file, UnsupportedModel for a tensor type that is
     not read (all K-quants).
@@ -74,7 +69,7 @@ class _Cursor:
         self._data, self._file, self._at = data, file, 0
         self._alignment = 32
 
-    def table(self, size_bytes: int) -> dict[str, TensorInfo]:
+    def table(self, size_bytes: int) -> dict[str, Shape]:
         magic = self._data[:4]
         if magic != b"GGUF":
             raise BadCheckpoint(
@@ -87,11 +82,11 @@ class _Cursor:
             raise UnsupportedModel(f"{self._file}: GGUF version {version}; supported: 2, 3")
         for _ in range(pairs):
             self._skip_pair()
-        table: dict[str, TensorInfo] = {}
+        table: dict[str, Shape] = {}
         needed_bytes = 0
         for _ in range(tensors):
-            name, info, end = self._tensor()
-            table[name] = info
+            name, shape, end = self._tensor()
+            table[name] = shape
             needed_bytes = max(needed_bytes, end)
         start = -(-self._at // self._alignment) * self._alignment
         if start + needed_bytes > size_bytes:
@@ -140,8 +135,8 @@ class _Cursor:
                 "the file is damaged, download it again"
             )
 
-    def _tensor(self) -> tuple[str, TensorInfo, int]:
-        """Name, info, and where its data ends, in bytes from the start of the data."""
+    def _tensor(self) -> tuple[str, Shape, int]:
+        """Name, shape, and where its data ends, in bytes from the start of the data."""
         name = self._text()
         (rank,) = self._take("<I")
         dims = self._take(f"<{rank}Q")
@@ -152,6 +147,6 @@ class _Cursor:
                 f"{self._file}: tensor {name} is of type {got}; supported: "
                 f"{', '.join(type_name for type_name, _, _ in _READABLE_TYPES.values())}"
             )
-        type_name, block, block_bytes = _READABLE_TYPES[kind]
+        _, block, block_bytes = _READABLE_TYPES[kind]
         end = offset + math.prod(dims) // block * block_bytes
-        return name, TensorInfo(type_name, tuple(reversed(dims))), end
+        return name, tuple(reversed(dims)), end
