@@ -113,7 +113,7 @@ def _check_functions(folder: Path, manifest: DrafterManifest, runtime: CoreMLRun
 def _check_shapes(
     folder: Path, function: str, stated: Mapping[str, list[int]], found: Mapping[str, TensorSpec]
 ) -> None:
-    for name in stated.keys() | found.keys():
+    for name in sorted(stated.keys() | found.keys()):
         expected = stated.get(name)
         got = list(found[name].shape) if name in found else None
         if got != expected:

@@ -165,14 +165,15 @@ def numpy_drafter(
 def in_order_logits(model: tiny.TinyModel, tokens: Sequence[int], windows: Sequence[int]) -> Array:
     """Logits after the last of `tokens`, (vocab,); token i sees tokens 0 to 3 and windows[i] to i.
 
-    The embedding is rounded to fp16, as the host hands it over.
+    Embedding, cosines and sines are rounded to fp16, as the host hands them over.
     """
     config, weights = model.config, {n: t.astype(np.float64) for n, t in model.tensors.items()}
     index = np.arange(len(tokens))
     first = np.asarray(windows)[:, None]
     visible = (index <= index[:, None]) & ((index < 4) | (index >= first))
     frequencies = config.rope_theta ** (-np.arange(config.head_dim // 2) * 2 / config.head_dim)
-    turn = np.exp(1j * np.outer(index, frequencies))
+    angles = np.outer(index, frequencies)
+    turn = np.cos(angles).astype(np.float16) + 1j * np.sin(angles).astype(np.float16)
 
     def rotate(x: Array) -> Array:
         half = x.shape[1] // 2
