@@ -6,7 +6,6 @@ Importing this package is light; MLX, coremltools and transformers come with the
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +45,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import version  # 20 ms that few need
+
         return version("ondevice")
     if name in _HOMES:
         return getattr(import_module(f"ondevice.{_HOMES[name]}"), name)
