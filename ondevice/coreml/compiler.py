@@ -105,7 +105,6 @@ class CompiledFunction:
     """A function ready to run. Slots hold values; those of constants are filled beforehand."""
 
     signature: FunctionSignature
-    half: bool
     template: list[Any]
     steps: list[Step]
     inputs: dict[str, int]
@@ -203,7 +202,6 @@ class _Compiler:
                 {value.name: self._spec(value.type) for value in function.inputs},
                 {name: self._spec(function.types[name]) for name in function.outputs},
             ),
-            half=self._half,
             template=self._template,
             steps=_with_frees(self._steps, set(inputs.values()) | set(outputs.values())),
             inputs=inputs,
