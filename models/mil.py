@@ -25,7 +25,7 @@ ANE_MAX_AXIS = 16_384
 # Rank 5 is the engine's own limit: ANEForge op-quirks, Apple's neural_engine_rules.
 ANE_MAX_RANK = 5
 # Additive mask: -inf makes NaN in a softmax whose row is all masked (coremltools PR 2669).
-# It hides a score up to 9,890 above the best visible one (exp is 0 below -17 in fp16, -104 in fp32).
+# It hides a score up to 9,890 above the best visible one (exp is 0 from -104 on, in fp16 from -17).
 MASKED = -1e4
 FP16_MAX = 65_504.0
 
