@@ -21,6 +21,7 @@ HOW_TO_LEAVE = "Ctrl-D or /bye leaves"
 
 def converse(request: Request, open_pair: Callable[[str], Engine]) -> None:
     """Open the pair, say what runs where, and talk."""
+    read = line_reader()
     with open_pair(request.pair) as engine, engine.session(system=request.system) as session:
         note(f"{request.pair}, {request.options.strategy}")
         for line in placement(engine):
@@ -29,7 +30,7 @@ def converse(request: Request, open_pair: Callable[[str], Engine]) -> None:
         if not report.fast:
             note(report.advice)
         note(f"/help lists commands, {HOW_TO_LEAVE}")
-        talk(session, Settings(request.options, request.show_stats), line_reader())
+        talk(session, Settings(request.options, request.show_stats), read)
 
 
 def talk(session: Session, settings: Settings, read: Callable[[], str]) -> None:

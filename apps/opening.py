@@ -15,7 +15,8 @@ def open_engine(pair: str) -> Engine:
     # transformers says at import that it has no torch, which this program does not use.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with stdout_kept_clean():
-        from ondevice.converters.pair import prepare_pair
+        with loading(f"opening {pair}"):
+            from ondevice.converters.pair import prepare_pair
 
         folder = prepare_pair(pair)
         with loading(f"loading {pair}"):
