@@ -68,10 +68,10 @@ class _Seat:
 class SlotPool:
     """One session's slots: `context` of them, one of the ascending sizes in `contexts`.
 
-    The pool starts at the smallest size and moves to a larger one, once and for good, when text
-    and tree no longer fit (the used slots are copied together); it moves back only when the text is
-    cut to half of a smaller size. At the largest size the text slides: its oldest slots after the
-    first SINKS are freed. `window` is the first position seen beyond those, 0 while all are seen.
+    The pool starts at the smallest size and moves to a larger one when text and tree no longer fit:
+    the used slots are copied, once. It moves back only when the text is cut to half of a smaller
+    size. At the largest size the text slides: its oldest slots after the first SINKS are freed.
+    `window` is the first position seen beyond those, 0 while all are seen.
     """
 
     def __init__(self, shape: CacheShape, contexts: Sequence[int]) -> None:
