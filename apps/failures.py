@@ -34,14 +34,19 @@ def reported(debug: bool) -> Iterator[None]:
         raise typer.Exit(BROKEN_PIPE) from None
     except (KeyboardInterrupt, EOFError):
         raise typer.Exit(INTERRUPTED) from None
+    except OnDeviceError as error:
+        _show(error, debug, str(error))
+        raise typer.Exit(error.exit_status) from error
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        known = isinstance(error, OnDeviceError)
-        say(str(error) if known else _unexpected(error))
-        raise typer.Exit(
-            error.exit_status if isinstance(error, OnDeviceError) else UNEXPECTED
-        ) from error
+        detail = f": {error}" if str(error) else ""
+        _show(error, debug, f"unexpected {type(error).__name__}{detail}; --debug shows where")
+        raise typer.Exit(UNEXPECTED) from error
+
+
+def _show(error: Exception, debug: bool, line: str) -> None:
+    if debug:
+        traceback.print_exception(error)
+    say(line)
 
 
 def say(message: str) -> None:
@@ -57,8 +62,3 @@ def silence_stdout() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-
-
-def _unexpected(error: Exception) -> str:
-    detail = f": {error}" if str(error) else ""
-    return f"unexpected {type(error).__name__}{detail}; --debug shows where"
