@@ -270,7 +270,7 @@ class _Function:
         """Write the inputs of a step. embeddings: (len(rows), D); angles: cos and sin for all T."""
         x = self._own["x"]
         x[0, :, 0, : len(rows)] = embeddings.T
-        x[0, :, 0, len(rows) :] = 0
+        x[0, :, 0, len(rows) :] = x[0, :, 0, :1]  # a norm of zeros would lean on its epsilon alone
         self._own["cos"][:], self._own["sin"][:] = angles
         pool.fill_masks(rows, self._own["mask"], self._own["mask_new"])
         self._inputs = {**self._own, **pool.buffers}

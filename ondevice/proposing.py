@@ -103,7 +103,7 @@ class Head:
         if touched.size:
             places = np.searchsorted(chunks, touched // CHUNK_ROWS), touched % CHUNK_ROWS
             tokens = self.vocabulary.tokens(touched)
-            logits[places] = _rewritten(logits[places], tokens, law, history)
+            logits[places] = law.rewrite_some(logits[places], tokens, history)
         unread = np.ones(len(maxima), bool)
         unread[chunks] = False
         sums = self.sums[unread, column].astype(np.float32)
@@ -114,8 +114,7 @@ class Head:
         """Rows whose logits the penalty or a bias changes."""
         if not law.params.rewrites_logits:
             return np.empty(0, np.int64)
-        biased = np.fromiter(law.params.logit_bias, np.int64, len(law.params.logit_bias))
-        return self.vocabulary.find(np.union1d(law.penalised(history), biased))
+        return self.vocabulary.find(law.touched(history))
 
     def _best(
         self, chunks: Indices, logits: FloatArray, threshold: float, beta: Any, log_norm: float
@@ -142,15 +141,6 @@ def _chunks_to_read(maxima: FloatArray, touched: Indices) -> tuple[Indices, floa
     wanted = maxima >= threshold
     wanted[touched // CHUNK_ROWS] = True
     return np.flatnonzero(wanted), float(threshold)
-
-
-def _rewritten(logits: FloatArray, tokens: Indices, law: Law, history: Sequence[int]) -> FloatArray:
-    """`Law.rewrite` for some tokens alone."""
-    penalty = np.float32(law.params.repetition_penalty)
-    penalised = np.isin(tokens, law.penalised(history))
-    scaled = np.where(logits > 0, logits / penalty, logits * penalty)
-    biases = [np.float32(law.params.logit_bias.get(int(token), 0)) for token in tokens]
-    return np.where(penalised, scaled, logits) + np.asarray(biases, np.float32)
 
 
 def _log_normaliser(

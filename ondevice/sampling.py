@@ -192,15 +192,27 @@ class Law:
         if not self.params.rewrites_logits:
             return logits
         logits = logits.copy()
-        recent = self.penalised(history)
-        values, penalty = logits[recent], np.float32(self.params.repetition_penalty)
-        logits[recent] = np.where(values > 0, values / penalty, values * penalty)
-        for token, bias in self.params.logit_bias.items():
-            logits[token] += np.float32(bias)
+        touched = self.touched(history)
+        logits[touched] = self.rewrite_some(logits[touched], touched, history)
         allowed = self.allowed(history)
         if allowed is not None:
             logits[~allowed] = -np.inf
         return logits
+
+    def rewrite_some(
+        self, logits: FloatArray, tokens: npt.NDArray[np.int64], history: Sequence[int]
+    ) -> FloatArray:
+        """Logits of some `tokens` after penalty and biases; logits and tokens (n,)."""
+        penalty = np.float32(self.params.repetition_penalty)
+        penalised = np.isin(tokens, self.penalised(history))
+        scaled = np.where(logits > 0, logits / penalty, logits * penalty)
+        biases = [self.params.logit_bias.get(int(token), 0.0) for token in tokens]
+        return np.where(penalised, scaled, logits) + np.asarray(biases, np.float32)
+
+    def touched(self, history: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The distinct tokens whose logits penalty or biases change after `history`, ascending."""
+        bias = self.params.logit_bias
+        return np.union1d(self.penalised(history), np.fromiter(bias, np.int64, len(bias)))
 
     def penalised(self, history: Sequence[int]) -> npt.NDArray[np.int64]:
         """The distinct tokens that the repetition penalty touches after `history`, ascending."""
