@@ -114,7 +114,7 @@ def with_right_path(rows, oracle, committed, depth):
 
 
 def test_rows_of_a_sliding_window_layer_see_no_further_than_the_window():
-    model = sliding_model(window=6)
+    model = sliding_model(window=3)
     prompt, rows = tokens_of(1, 20), [VerifyRow(0, 7, ROOT_ROW)]
     rows += [
         VerifyRow(i, 10 + i, parent) for i, parent in enumerate((0, 0, 1, 2, 4, 3, 5), start=1)

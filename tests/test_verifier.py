@@ -229,6 +229,7 @@ def test_rows_that_are_not_finite_fail_the_round_and_leave_the_cache_as_it_was()
     rows = (VerifyRow(0, 5, ROOT_ROW), VerifyRow(1, 17, 0))
     with pytest.raises(UnitFailed, match="not finite"):
         verifier.verify([VerifyRequest(session, 0, rows, "coupled", law)])
+    assert_cache_equals_fresh_prefill(verifier, session, oracle_of("mqa"), prompt)
     with pytest.raises(UnitFailed, match="not finite"):
         list(verifier.run(RunRequest(session, 0, 17, 3, law), never))
     embedding.weight = good

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -35,6 +37,7 @@ VOCAB = tiny.tiny_config().vocab_size
 def folder_of(variant: str) -> Path:
     """An MLX folder of a tiny random Llama."""
     folder = Path(mkdtemp(prefix="ondevice-tiny-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
     model = tiny.tiny_model(seed=len(variant), **VARIANTS[variant])
     write_verifier(open_checkpoint(tiny.write_folder(model, folder / "source")), folder / "mlx")
     return folder / "mlx"
