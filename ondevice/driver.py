@@ -183,8 +183,10 @@ class Driver:
                 case Prefill(step=step, tokens=tokens):
                     length = unit.prefill(session, tokens, cancelled.is_set)
                     self._prefilled("verifier", step, length)
-                case StartVerify(step=step, rows=rows, rule=rule, riders=riders):
-                    request = VerifyRequest(session, step, rows, rule, law, riders)
+                case StartVerify(step=step, rows=rows, rule=rule):
+                    request = VerifyRequest(
+                        session, step, rows, rule, law, command.riders, command.want_hidden
+                    )
                     (verdict,) = unit.verify([request])
                     self._post(partial(self.coordinator.on_verdict, verdict=verdict))
                 case StartRun(step=step, root=root, limit=limit):

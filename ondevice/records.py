@@ -105,13 +105,15 @@ class StartDraft:
 class StartVerify:
     """Score `rows` (row 0 is the root, parents come first) and walk them. See `on_verdict`.
 
-    riders: rows that ride along for lookahead; their parents index rows, then riders.
+    riders: rows that ride along for lookahead; their parents index rows, then riders. want_hidden:
+    the verdict shall carry `hidden`.
     """
 
     step: int
     rows: tuple[VerifyRow, ...]
     rule: AcceptanceRule
     riders: tuple[VerifyRow, ...] = ()
+    want_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,10 @@ class Constraint(Protocol):
         """The state before the answer's first token."""
 
     def advance(self, state: Any, token: int) -> Any:
-        """The state after `token`."""
+        """The state after `token`, whatever it is: a draft may break the grammar.
+
+        From such a dead state on nothing is allowed.
+        """
 
     def allowed(self, state: Any) -> npt.NDArray[np.bool_]:
         """Mask of tokens that may come next, shape (vocab,)."""
@@ -106,7 +109,8 @@ def uniform(seed: int, position: int, count: int, stream: int = VERIFIER_STREAM)
 
     Element i does not depend on `count`: it belongs to token id i.
     """
-    generator = np.random.Philox(key=[seed, position], counter=[0, 0, 0, stream])
+    key = np.array([seed, position], dtype=np.uint64)  # a list would pass through float64
+    generator = np.random.Philox(key=key, counter=[0, 0, 0, stream])
     words = generator.random_raw((count + 1) // 2)
     bits = words.astype("<u8", copy=False).view("<u4")[:count]
     u: FloatArray = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
@@ -288,7 +292,7 @@ def walk_coupled(
 def walk_rejection(
     rows: Sequence[VerifyRow], log_p: Callable[[int], FloatArray], law: Law, position: int
 ) -> tuple[list[int], list[int]]:
-    """Leviathan et al. 2023, algorithm 1, over a chain.
+    """Leviathan et al. 2023, algorithm 1, over a chain; for a law that is not greedy.
 
     log_p(i): the law's log-probabilities after row i, shape (vocab,). position: of the token after
     row 0. Row i + 1 was sampled from its `q`. Returns like `walk_coupled`.

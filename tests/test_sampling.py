@@ -35,6 +35,11 @@ def test_noise_differs_by_seed_position_and_stream():
     assert len(set(rows)) == len(rows)
 
 
+def test_neighbouring_large_seeds_differ():
+    assert not np.array_equal(noise(2**63 + 1, 3, 8), noise(2**63 + 5, 3, 8))
+    assert np.isfinite(noise(2**64 - 1, 3, 8)).all()
+
+
 def test_noise_is_gumbel():
     draws = np.concatenate([noise(1, position, 10_000) for position in range(50)])
     assert draws.mean() == pytest.approx(np.euler_gamma, abs=0.01)
