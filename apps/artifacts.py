@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -106,6 +107,7 @@ def _drafter(path: Path) -> Facts:
 def _package(path: Path) -> Facts:
     package = coreml.Package.open(path)
     weights = coreml.weights_file(path)
+    in_order = sorted(package.functions, key=_numbers_by_value)
     return {
         "kind": "package",
         "path": str(path),
@@ -114,9 +116,17 @@ def _package(path: Path) -> Facts:
         "weights_bytes": weights.stat().st_size if weights.is_file() else 0,
         "weights_sha256": coreml.weights_digest(path),
         "ops_sha256": coreml.ops_digest(package),
-        "functions": {name: _function(each) for name, each in package.functions.items()},
+        "functions": {name: _function(package.functions[name]) for name in in_order},
         "lint": [asdict(finding) for finding in lint(package)],
     }
+
+
+def _numbers_by_value(name: str) -> list[tuple[int, str]]:
+    """A sort key: t8_s512 before t64_s512."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in _PARTS.split(name)]
+
+
+_PARTS = re.compile(r"(\d+)")
 
 
 def _function(function: coreml.Function) -> Facts:

@@ -72,7 +72,7 @@ def statistics_line(stats: Statistics) -> str:
     drafted = stats.num_draft_tokens / steps if steps else None
     return "  ".join(
         (
-            f"{stats.completion_tokens} tokens",
+            f"{stats.completion_tokens} token{'s' if stats.completion_tokens != 1 else ''}",
             f"{figure(stats.decode_tok_s, '.1f')} tok/s",
             f"ttft {figure(stats.ttft_ms, '.0f', ' ms')}",
             f"accepted {figure(accepted, '.1f')} of {figure(drafted, '.1f')} per step",

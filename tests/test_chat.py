@@ -190,7 +190,7 @@ def test_figures_that_were_not_measured_are_na() -> None:
         energy_reason="none",
     )
     assert statistics_line(nothing) == (
-        "1 tokens  n/a tok/s  ttft n/a  accepted n/a of n/a per step  drafter n/a  verifier n/a  "
+        "1 token  n/a tok/s  ttft n/a  accepted n/a of n/a per step  drafter n/a  verifier n/a  "
         "plain was asked for"
     )
 

@@ -235,24 +235,25 @@ class Terminal:
         os.close(there)
         self.screen = ""
 
-    def send(self, keys: str) -> None:
+    def type(self, keys: str, answer: str, seconds: float = 30) -> str:
+        """Send `keys`; wait for `answer` (a pattern) on the screen that they made; return it."""
         self.screen = ""
         os.write(self._here, keys.encode())
+        return self.wait_for(answer, seconds)
 
-    def wait_for(self, text: str, seconds: float = 60) -> str:
+    def wait_for(self, pattern: str, seconds: float = 60) -> str:
         deadline = time.monotonic() + seconds
-        while text not in self.screen:
-            left = deadline - time.monotonic()
-            assert left > 0, f"no {text!r} in {self.screen!r}"
-            if select.select([self._here], [], [], left)[0]:
-                self.screen += self._read()
+        while not re.search(pattern, self.screen, re.DOTALL):
+            assert self._read(deadline), f"no {pattern!r} in {self.screen!r}"
         return self.screen
 
-    def finish(self) -> int:
-        """Read until the program ends; its exit status."""
-        while self._read():
+    def finish(self, keys: str, seconds: float = 30) -> int:
+        """Send `keys` and read until the program ends; its exit status."""
+        os.write(self._here, keys.encode())
+        deadline = time.monotonic() + seconds
+        while self._read(deadline):
             pass
-        return self.process.wait(30)
+        return self.process.wait(max(0, deadline - time.monotonic()))
 
     def __enter__(self) -> Terminal:
         return self
@@ -262,11 +263,16 @@ class Terminal:
         self.process.wait()
         os.close(self._here)
 
-    def _read(self) -> str:
+    def _read(self, deadline: float) -> bool:
+        """Add what comes next to the screen; False when nothing more comes, or not in time."""
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([self._here], [], [], left)[0]:
+            return False
         try:
-            return os.read(self._here, 65536).decode("utf-8", "replace")
+            self.screen += os.read(self._here, 65536).decode("utf-8", "replace")
         except OSError:  # EIO: nobody has the other end any more
-            return ""
+            return False
+        return True
 
 
 def _take_terminal() -> None:
@@ -290,25 +296,17 @@ def _talk_like_a_person(terminal: Terminal) -> None:
     assert "MLX on CPU" in banner
     assert "Ctrl-D or /bye leaves" in banner
 
-    terminal.send("Tell me more.\r")
-    terminal.wait_for("more.")
+    terminal.type("Tell me more.\r", r"more\.")
     time.sleep(1.0)
-    terminal.send("\x03")
-    pressed = time.monotonic()
-    terminal.wait_for(">>>", 10)
-    assert time.monotonic() - pressed < 2.0
+    pressed_s = time.monotonic()
+    terminal.type("\x03", ">>>")
+    assert time.monotonic() - pressed_s < 2.0
 
-    terminal.send("\x03")
-    terminal.wait_for("Ctrl-D or /bye leaves", 10)
-    terminal.send("/set max-tokens 4\r")
-    terminal.wait_for("max-tokens 4", 10)
-    terminal.send("/stats\r")
-    terminal.wait_for("answer: on", 10)
-    terminal.send('"""two\r')
-    terminal.wait_for("...", 10)
-    terminal.send('lines"""\r')
-    terminal.wait_for("4 tokens", 20)
-    terminal.send("\x1b[200~pasted\nlines\x1b[201~\r")
-    terminal.wait_for("4 tokens", 20)
-    terminal.send("\x04")
-    assert terminal.finish() == 0
+    # Every key waits for the prompt: a terminal between two prompts takes Ctrl-D for itself.
+    terminal.type("\x03", "Ctrl-D or /bye leaves.*>>>")
+    terminal.type("/set max-tokens 4\r", "seed random.*>>>")
+    terminal.type("/stats\r", "answer: on.*>>>")
+    terminal.type('"""two\r', r"\.\.\.")
+    terminal.type('lines"""\r', "tok/s.*>>>")
+    terminal.type("\x1b[200~pasted\nlines\x1b[201~\r", "tok/s.*>>>")
+    assert terminal.finish("\x04") == 0
