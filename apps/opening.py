@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from ondevice import blas
 from ondevice.apps.terminal import loading, stdout_kept_clean
 from ondevice.engine import Engine
@@ -12,8 +10,6 @@ from ondevice.engine import Engine
 def open_engine(pair: str) -> Engine:
     """The pair's engine; a named pair is downloaded and converted first. Raises UserError."""
     blas.prepare()
-    # transformers says at import that it has no torch, which this program does not use.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with stdout_kept_clean():
         with loading(f"opening {pair}"):
             from ondevice.converters.pair import prepare_pair

@@ -42,6 +42,8 @@ class UnitWorker(Generic[Unit]):
     def __init__(self, name: UnitName, open_unit: Callable[[], Unit]) -> None:
         """Starts at once; `opened` waits for the unit."""
         self.name = name
+        self.closing = threading.Event()
+        """Set once `close` was called: long jobs end at the next occasion."""
         self._jobs: queue.SimpleQueue[Callable[[Unit], None] | None] = queue.SimpleQueue()
         self._opened: Future[Unit] = Future()
         self._thread = threading.Thread(
@@ -83,7 +85,8 @@ class UnitWorker(Generic[Unit]):
         return future.result()
 
     def close(self) -> None:
-        """Close the unit once it has done what it was told, and wait for that."""
+        """Close the unit once what runs has ended, and wait for that; again is harmless."""
+        self.closing.set()
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -175,13 +178,14 @@ class Driver:
     def _verifier_job(
         self, command: Prefill | StartVerify | StartRun
     ) -> Callable[[VerifierUnit], None]:
-        session, law, cancelled = self._verifier_session, self._law, self._cancelled
+        session, law = self._verifier_session, self._law
         self._run_over = run_over = threading.Event()
+        cancelled = _any_of(self._cancelled, self._verifier.closing)
 
         def job(unit: VerifierUnit) -> None:
             match command:
                 case Prefill(step=step, tokens=tokens):
-                    length = unit.prefill(session, tokens, cancelled.is_set)
+                    length = unit.prefill(session, tokens, cancelled)
                     self._prefilled("verifier", step, length)
                 case StartVerify(step=step, rows=rows, rule=rule):
                     request = VerifyRequest(
@@ -191,19 +195,20 @@ class Driver:
                     self._post(partial(self.coordinator.on_verdict, verdict=verdict))
                 case StartRun(step=step, root=root, limit=limit):
                     run = RunRequest(session, step, root.token, limit, law)
-                    for verdict in unit.run(run, run_over.is_set):
+                    for verdict in unit.run(run, _any_of(run_over, self._verifier.closing)):
                         self._post(partial(self.coordinator.on_verdict, verdict=verdict))
 
         return self._guarded("verifier", job)
 
     def _drafter_job(self, command: Prefill | StartDraft) -> Callable[[DrafterUnit], None]:
-        session, law, cancelled = self._drafter_session, self._law, self._cancelled
-        schedule = self._schedule
+        assert self._drafter is not None
+        session, law, schedule = self._drafter_session, self._law, self._schedule
+        cancelled = _any_of(self._cancelled, self._drafter.closing)
 
         def job(unit: DrafterUnit) -> None:
             match command:
                 case Prefill(step=step, tokens=tokens):
-                    length = unit.prefill(session, tokens, cancelled.is_set)
+                    length = unit.prefill(session, tokens, cancelled)
                     self._prefilled("drafter", step, length)
                 case StartDraft(step=step, rows=rows, committed=committed, dropped=dropped):
                     request = DraftRequest(
@@ -244,3 +249,7 @@ class Driver:
 
     def _post(self, event: Event) -> None:
         self._inbox.put(event)
+
+
+def _any_of(*events: threading.Event) -> Callable[[], bool]:
+    return lambda: any(event.is_set() for event in events)

@@ -8,9 +8,10 @@ with Engine.open("smollm2") as engine, engine.session() as session:
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 from ondevice import blas
 from ondevice.artifact import (
@@ -22,12 +23,12 @@ from ondevice.artifact import (
     VerifierManifest,
 )
 from ondevice.driver import Driver, UnitWorker
-from ondevice.errors import ArtifactError, UserError
+from ondevice.errors import ArtifactError, BadCheckpoint, UserError
 from ondevice.session import Answer, Model, Options, Prompt, Session
 from ondevice.units import DrafterUnit, VerifierUnit
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 DEFAULT_PAIR = "smollm2"
 
@@ -49,11 +50,11 @@ class Engine:
         """
         self._sessions: set[Session] = set()
         self._verifier = UnitWorker("verifier", open_verifier)
-        drafter = UnitWorker("drafter", open_drafter) if open_drafter else None
-        self._drafter, no_drafter = None, "the pair has no drafter"
+        self._drafter = UnitWorker("drafter", open_drafter) if open_drafter else None
+        # Also at exit: a thread that the interpreter kills inside MLX aborts the process.
+        self._close_workers = weakref.finalize(self, _close, self._verifier, self._drafter)
         try:
-            if drafter is not None:
-                self._drafter, no_drafter = _opened(drafter)
+            no_drafter = self._missing_drafter()
             unit = self._verifier.opened()
         except BaseException:
             self._close_workers()
@@ -86,8 +87,8 @@ class Engine:
         blas.prepare()
         pair = PairManifest.read(folder / PAIR_FILE)
         verifier_folder = folder / pair.verifier
-        _check_tokenizers(folder, pair)
         tokenizer = _load_tokenizer(verifier_folder)
+        _check_tokenizers(folder, pair, tokenizer)
 
         def open_verifier() -> VerifierUnit:
             from ondevice.verifier import MLXVerifier
@@ -112,12 +113,12 @@ class Engine:
         if self._drafter is None:
             return None
         unit = self._drafter.opened()
-        return str(getattr(unit, "runtime_name", unit.name))
+        return unit.runtime_name
 
     def session(self, *, system: str | None = None) -> Session:
         """A new conversation with caches of its own; `system` is its first message."""
         driver = Driver(self._verifier, self._drafter)
-        session = Session(self.model, driver, system, on_close=self._sessions.discard)
+        session = Session(self.model, driver, system, on_close=self._forget)
         self._sessions.add(session)
         return session
 
@@ -132,10 +133,21 @@ class Engine:
             session.close()
         self._close_workers()
 
-    def _close_workers(self) -> None:
-        self._verifier.close()
-        if self._drafter is not None:
-            self._drafter.close()
+    def _missing_drafter(self) -> str:
+        """Wait for the drafter; why there is none, "" if there is. Raises the user's mistakes."""
+        if self._drafter is None:
+            return "the pair has no drafter"
+        try:
+            self._drafter.opened()
+        except UserError:
+            raise
+        except Exception as error:
+            self._drafter = None
+            return f"the drafter did not open: {error}"
+        return ""
+
+    def _forget(self, session: Session) -> None:
+        self._sessions.discard(session)
 
     def __enter__(self) -> Self:
         return self
@@ -144,21 +156,23 @@ class Engine:
         self.close()
 
 
-def _opened(
-    drafter: UnitWorker[DrafterUnit],
-) -> tuple[UnitWorker[DrafterUnit] | None, str]:
-    """The worker once its unit is open, or None and the reason."""
-    try:
-        drafter.opened()
-    except UserError:
-        raise
-    except Exception as error:
-        return None, f"the drafter did not open: {error}"
-    return drafter, ""
+def _close(verifier: UnitWorker[VerifierUnit], drafter: UnitWorker[DrafterUnit] | None) -> None:
+    verifier.close()
+    if drafter is not None:
+        drafter.close()
 
 
-def _check_tokenizers(folder: Path, pair: PairManifest) -> None:
+def _check_tokenizers(folder: Path, pair: PairManifest, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Verifier, its tokenizer files and the drafter must agree on what token ids mean."""
+    from ondevice.converters.tokenizer import tokenizer_digest
+
     verifier = VerifierManifest.read(folder / pair.verifier / VERIFIER_FILE)
+    found = tokenizer_digest(tokenizer)
+    if found != verifier.tokenizer_sha256:
+        raise ArtifactError(
+            f"the tokenizer files in {folder / pair.verifier} do not match their manifest: expected "
+            f"{verifier.tokenizer_sha256[:8]}, got {found[:8]}; convert the pair again"
+        )
     if pair.drafter is None:
         return
     drafter = DrafterManifest.read(folder / pair.drafter / DRAFTER_FILE)
@@ -170,17 +184,13 @@ def _check_tokenizers(folder: Path, pair: PairManifest) -> None:
         )
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    from ondevice.converters.tokenizer import tokenizer_from_folder
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ArtifactError(
-            f"no readable tokenizer in {folder} ({reason}); convert the pair again"
-        ) from error
-    return cast("PreTrainedTokenizerBase", tokenizer)
+        return tokenizer_from_folder(folder)
+    except BadCheckpoint as error:
+        raise ArtifactError(f"{error}, or convert the pair again") from error
 
 
 def _end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_EMPTY = "the prompt is empty; write something"
+
+
 class Message(TypedDict):
     """One turn of a conversation; role is "system", "user" or "assistant"."""
 
@@ -211,10 +214,10 @@ class Session:
         """The conversation that the prompt makes (empty for token ids), and its tokens."""
         if isinstance(prompt, str):
             if not prompt.strip():
-                raise BadRequest("the prompt is empty; write something")
+                raise BadRequest(_EMPTY)
             messages = [*self.messages, Message(role="user", content=prompt)]
         elif not prompt:
-            raise BadRequest("the prompt is empty; write something")
+            raise BadRequest(_EMPTY)
         elif isinstance(prompt[0], int):
             return [], self._checked_ids(cast("Sequence[int]", prompt))
         else:
@@ -231,8 +234,15 @@ class Session:
     def _render(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the conversation, up to where the assistant speaks."""
         tokenizer = self._model.tokenizer
+        plain = "\n".join(message["content"] for message in messages)
+        try:
+            plain.encode("utf-8")
+        except UnicodeEncodeError as error:
+            bad = plain[error.start]
+            raise BadRequest(
+                f"the prompt must be Unicode text, got half a character: {bad!r}"
+            ) from error
         if tokenizer.chat_template is None:
-            plain = "\n".join(message["content"] for message in messages)
             return list(tokenizer.encode(plain))
         text = tokenizer.apply_chat_template(
             cast("list[dict[str, str]]", messages), tokenize=False, add_generation_prompt=True

@@ -110,9 +110,16 @@ class VerifierUnit(Protocol):
 
 
 class DrafterUnit(Protocol):
-    """A small model that proposes. It may be wrong, late or dead; the text stays the same."""
+    """A small model that proposes. It may be wrong, late or dead; the text stays the same.
+
+    name: the proposer's, in proposals. runtime_name: what runs it, for people to read.
+    """
 
     name: str
+
+    @property
+    def runtime_name(self) -> str:
+        """Such as "emulator-fp32"."""
 
     def open_session(self) -> int:
         """A new, empty cache; returns its handle."""

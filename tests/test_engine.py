@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 from ondevice.coordinator import Coordinator
 from ondevice.driver import UnitWorker
 from ondevice.engine import Engine
-from ondevice.errors import BadRequest, ContextOverflow, UnitFailed
+from ondevice.errors import ArtifactError, BadRequest, ContextOverflow, UnitFailed
 from ondevice.policy import STRATEGIES
 from ondevice.sampling import SamplingParams
 from ondevice.session import Message, Options
@@ -396,3 +400,38 @@ def test_a_coordinator_takes_one_prompt_at_a_time(engine):
         with pytest.raises(RuntimeError, match="under way"):
             coordinator.on_prompt(0, PROMPT, turn.limits, turn.schedule, greedy=True)
         stream.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_program_that_ends_in_the_middle_of_an_answer_exits_cleanly(tiny_pair, strategy):
+    code = (
+        "from pathlib import Path\n"
+        "from ondevice import Engine, Options\n"
+        f"engine = Engine.open_folder(Path({str(tiny_pair)!r}))\n"
+        f"options = Options(max_tokens=3000, strategy={strategy!r})\n"
+        "stream = engine.session().stream([9, 40, 77], options)\n"
+        "next(stream)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_half_a_character_is_refused(engine):
+    with engine.session() as session, pytest.raises(BadRequest, match="Unicode"):
+        session.generate("a\ud800", SHORT)
+
+
+def test_a_session_keeps_its_engine(tiny_pair):
+    session = Engine.open_folder(tiny_pair).session()
+    gc.collect()
+    assert session.generate(PROMPT, SHORT).token_ids
+    session.close()
+
+
+def test_tokenizer_files_that_were_changed_are_refused(tiny_pair, tmp_path):
+    pair = tmp_path / "pair"
+    shutil.copytree(tiny_pair, pair)
+    file = pair / "verifier" / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8").replace('"in"', '"ni"'), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="do not match their manifest"):
+        Engine.open_folder(pair)

@@ -39,7 +39,7 @@ PARAMS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
     repetition_window=st.sampled_from([0, 1, 4, 64]),
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-8, 8, width=32), max_size=4),
-    seed=st.integers(0, 2**63 - 1),
+    seed=st.integers(0, 2**64 - 1),
     top_logprobs=st.sampled_from([0, 3]),
     constraint=st.sampled_from([None, None, OnlyEven()]),
 )
