@@ -170,8 +170,8 @@ def _check_tokenizers(folder: Path, pair: PairManifest, tokenizer: PreTrainedTok
     found = tokenizer_digest(tokenizer)
     if found != verifier.tokenizer_sha256:
         raise ArtifactError(
-            f"the tokenizer files in {folder / pair.verifier} do not match their manifest: expected "
-            f"{verifier.tokenizer_sha256[:8]}, got {found[:8]}; convert the pair again"
+            f"the tokenizer files in {folder / pair.verifier} do not match their manifest: "
+            f"expected {verifier.tokenizer_sha256[:8]}, got {found[:8]}; convert the pair again"
         )
     if pair.drafter is None:
         return
