@@ -5,6 +5,8 @@ from __future__ import annotations
 from ondevice import blas
 from ondevice.apps.terminal import loading, stdout_kept_clean
 from ondevice.engine import Engine
+from ondevice.errors import ArtifactError
+from ondevice.models.pairs import pair_names
 
 
 def open_engine(pair: str) -> Engine:
@@ -15,8 +17,13 @@ def open_engine(pair: str) -> Engine:
             from ondevice.converters.pair import prepare_pair
 
         folder = prepare_pair(pair)
-        with loading(f"loading {pair}"):
-            return Engine.open_folder(folder)
+        try:
+            with loading(f"loading {pair}"):
+                return Engine.open_folder(folder)
+        except ArtifactError as error:
+            if pair not in pair_names():
+                raise
+            raise ArtifactError(f"{error} (delete {folder}: it is made anew)") from error
 
 
 def placement(engine: Engine) -> list[str]:

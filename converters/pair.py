@@ -52,8 +52,8 @@ def prepare_pair(name_or_folder: str | Path, *, quiet: bool = False, rebuild: bo
         return folder
     if folder.is_dir():
         raise UnknownPair(
-            f"{folder} is no pair: expected {PAIR_FILE} in it, got none; make one with `ondevice "
-            f"convert`, or give one of {', '.join(pair_names())}"
+            f"{folder} is no pair: expected {PAIR_FILE} in it, got none; make one with "
+            f"ondevice.converters.pair.write_pair, or give one of {', '.join(pair_names())}"
         )
     known_pair(name)
     raise AssertionError("known_pair knows a name that pair_names does not list")

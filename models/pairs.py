@@ -81,7 +81,7 @@ def known_pair(name: str) -> Pair:
     pair = _read().pairs.get(name)
     if pair is None:
         raise UnknownPair(
-            f"no pair {name!r}: expected one of {', '.join(pair_names())}, or a folder made by "
-            "`ondevice convert`"
+            f"no pair {name!r}: expected one of {', '.join(pair_names())}, or the folder of a "
+            "converted pair"
         )
     return pair

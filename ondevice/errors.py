@@ -32,7 +32,7 @@ class UserError(OnDeviceError):
 
 
 class UnknownPair(UserError):
-    """Neither a name in pairs.toml nor a folder made by `ondevice convert`."""
+    """Neither a name in pairs.toml nor the folder of a converted pair."""
 
 
 class BadCheckpoint(UserError):

@@ -56,7 +56,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ArtifactError(
             f"{folder} is not an MLX model folder: config.json: {_one_line(error)}; "
-            "make one with `ondevice convert`"
+            "make one with ondevice.converters.verifier"
         ) from error
     if not isinstance(config, dict):
         raise ArtifactError(

@@ -2,7 +2,7 @@
 
     uv run python tests/benchmarks/plain_decoding.py FOLDER [--tokens 32] [--repeats 15] [--json]
 
-FOLDER is a verifier folder, such as the `verifier` of a pair made by `ondevice convert`. Speed:
+FOLDER is a verifier folder, such as the `verifier` of a converted pair. Speed:
 both decode the same tokens after the same prompt, turn by turn in one process; each turn gives one
 time per token, and the medians, their quartiles and the median of the turns' ratios are printed.
 CPU time, of all threads, stands beside wall time: it is the steadier figure on a machine that is
