@@ -44,7 +44,7 @@ class Tally:
     """One strategy at one temperature over all prompts.
 
     rounding: the largest difference of a token's log-probability to that of the plain run, where
-    a row was computed alone. notes: what the answers said beside the strategy that was asked for.
+    a row was computed alone. notes: what the answers said beside the strategy that was set.
     """
 
     temperature: float
@@ -69,7 +69,7 @@ class Tally:
         self.accepted += stats.num_accepted_draft_tokens
         if stats.decode_tok_s is not None:
             self.rates_tok_s.append(stats.decode_tok_s)
-        if stats.reason != f"{self.strategy} was asked for":
+        if stats.reason != f"{self.strategy}, as set":
             self.notes.add(stats.reason)
 
     @property

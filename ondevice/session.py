@@ -253,12 +253,12 @@ class Session:
         """The schedule that can be had, and why it is this one."""
         model = self._model
         if options.strategy == "plain":
-            return Schedule("plain"), "plain was asked for"
+            return Schedule("plain"), "plain, as set"
         if model.no_drafter:
             return Schedule("plain"), f"plain: {model.no_drafter}"
         if model.shape == "plain":
             return Schedule("plain"), f"plain: {model.shape_reason}"
-        reason = f"{options.strategy} was asked for"
+        reason = f"{options.strategy}, as set"
         rule, children = options.rule, options.children
         if rule == "rejection" and law.greedy:
             rule = "coupled"  # both take the likeliest token

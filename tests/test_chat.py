@@ -164,7 +164,7 @@ def test_figures_are_one_line_on_stderr(run: Run, tiny_pair: Path) -> None:
     assert "tok/s" not in out
     assert re.fullmatch(
         r"24 tokens  [\d.]+ tok/s  ttft \d+ ms  accepted \d\.\d of \d\.\d per step  "
-        r"drafter \d+%  verifier \d+%  pipelined was asked for\n",
+        r"drafter \d+%  verifier \d+%  pipelined, as set\n",
         err,
     )
 
@@ -172,7 +172,7 @@ def test_figures_are_one_line_on_stderr(run: Run, tiny_pair: Path) -> None:
 def test_figures_that_were_not_measured_are_na() -> None:
     nothing = Statistics(
         strategy="plain",
-        reason="plain was asked for",
+        reason="plain, as set",
         prompt_tokens=5,
         completion_tokens=1,
         ttft_ms=None,
@@ -191,7 +191,7 @@ def test_figures_that_were_not_measured_are_na() -> None:
     )
     assert statistics_line(nothing) == (
         "1 token  n/a tok/s  ttft n/a  accepted n/a of n/a per step  drafter n/a  verifier n/a  "
-        "plain was asked for"
+        "plain, as set"
     )
 
 
