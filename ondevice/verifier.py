@@ -96,6 +96,8 @@ class MLXVerifier:
 
     def close(self) -> None:
         """Free everything; gives the model its own modules back."""
+        # A run that was ended leaves a forward under way: if the process exits meanwhile, it aborts.
+        mx.synchronize()
         self._sessions.clear()
         self._wrapped.undo()
         del self._model
