@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ondevice.apps.failures import INTERRUPTED, USAGE, reported, silence_stdout
+from ondevice.apps.failures import INTERRUPTED, USAGE, reported, say, usage_line
 from ondevice.policy import Strategy
-
-DEFAULT_PAIR = "smollm2"
 
 app = typer.Typer(
     help="Exact speculative decoding: a drafter on the Neural Engine, a verifier on the GPU.",
@@ -21,8 +18,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def default_pair() -> str:
+    """The name in pairs.toml; read when a command runs, since help is to come at once."""
+    from ondevice.models import pairs
+
+    return pairs.default_pair()
+
+
 PairArgument = Annotated[
-    str, typer.Argument(metavar="PAIR", help="A known pair, or a folder of a converted one.")
+    str,
+    typer.Argument(
+        metavar="PAIR",
+        help="A known pair, or a folder of a converted one; the default pair if left out.",
+        default_factory=default_pair,
+        show_default=False,
+    ),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -32,14 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     args = None if arguments is None else list(arguments)
     try:
-        status: Any = command.main(args=args, prog_name="ondevice", standalone_mode=False)
+        with reported(debug=False):
+            status: Any = command.main(args=args, prog_name="ondevice", standalone_mode=False)
     except typer.TyperException as error:
-        message = " ".join(error.format_message().split())
-        print(f"ondevice: {message}\nTry --help for the options.", file=sys.stderr)
+        say(usage_line(error))
         return USAGE
     except typer.Abort:
         return INTERRUPTED
-    silence_stdout()
+    except typer.Exit as failure:
+        return failure.exit_code
     return status if isinstance(status, int) else 0
 
 
@@ -60,7 +72,7 @@ def root(
 
 @app.command()
 def chat(
-    pair: PairArgument = DEFAULT_PAIR,
+    pair: PairArgument,
     prompt: Annotated[
         str | None,
         typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this and leave."),
@@ -120,7 +132,7 @@ def chat(
 
 @app.command()
 def check(
-    pair: PairArgument = DEFAULT_PAIR,
+    pair: PairArgument,
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Prompts, one a line, in place of the 30 built in."),

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import tiny
@@ -17,6 +19,7 @@ from ondevice.apps import chat as chat_command
 from ondevice.apps.failures import say
 from ondevice.converters import pair as pair_module
 from ondevice.errors import UnitFailed
+from ondevice.models.pairs import default_pair
 from ondevice.policy import STRATEGIES
 
 
@@ -44,7 +47,7 @@ def pair_copy(tiny_pair: Path, tmp_path: Path) -> Path:
         (["--min-p", "1"], ["min-p", "got 1"]),
         (["--repetition-penalty", "0"], ["repetition penalty", "got 0"]),
         (["--seed", "-1"], ["seed", "-1"]),
-        (["--stop", ""], ["stop text", "empty"]),
+        (["--stop", ""], ["stop", "empty"]),
     ],
 )
 def test_options_are_refused_before_the_pair_is_looked_for(
@@ -139,18 +142,18 @@ def test_text_that_is_not_utf8_on_stdin(tiny_pair: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (["chat", "--temprature", "1"], ["--temprature"]),
-        (["chat", "--strategy", "telepathy"], ["telepathy", *STRATEGIES]),
-        (["chat", "--top-k", "many"], ["--top-k", "integer"]),
-        (["inspect"], ["ARTIFACT"]),
-        (["sing"], ["sing"]),
+        (["chat", "--temprature", "1"], ["--temprature", "see ondevice chat --help"]),
+        (["chat", "--strategy", "telepathy"], ["'--strategy': 'telepathy'", *STRATEGIES]),
+        (["chat", "--top-k", "many"], ["--top-k", "integer", "got 'many'"]),
+        (["chat", "--top-k"], ["--top-k", "see ondevice --help"]),
+        (["inspect"], ["ARTIFACT", "see ondevice inspect --help"]),
+        (["sing"], ["sing", "see ondevice --help"]),
     ],
 )
-def test_usage_mistakes_are_two_lines(run: Run, line: list[str], words: list[str]) -> None:
-    status, out, err = run(*line)
-    assert (status, out) == (2, "")
-    assert len(err.splitlines()) <= 2
-    assert all(word in err for word in words)
+def test_usage_mistakes_are_one_line_that_says_where_help_is(
+    run: Run, line: list[str], words: list[str]
+) -> None:
+    assert_one_line(run(*line), 2, *words)
 
 
 @pytest.mark.parametrize("command", [[], ["chat"], ["check"], ["inspect"]])
@@ -172,13 +175,62 @@ def test_version(run: Run) -> None:
     assert run("--version") == (0, "ondevice 0.1.0\n", "")
 
 
-def test_help_needs_no_model_library() -> None:
+@pytest.mark.parametrize(
+    ("line", "slow"),
+    [
+        (["--help"], {"mlx", "coremltools", "transformers", "pydantic"}),
+        (["chat", "--help"], {"mlx", "coremltools", "transformers"}),
+    ],
+)
+def test_help_waits_for_no_big_library(line: list[str], slow: set[str]) -> None:
     code = (
-        "import sys; from ondevice.apps.cli import main; main(['chat', '--help']); "
-        "print(sorted({'mlx', 'coremltools', 'transformers'} & set(sys.modules)))"
+        f"import sys; from ondevice.apps.cli import main; main({line}); "
+        f"print(sorted({slow} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_default_pair_is_that_of_the_list(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(chat_command, "run", lambda request: asked.append(request.pair))
+    assert run("chat", "-p", "hello") == (0, "", "")
+    assert asked == [default_pair()]
+
+
+# Output that goes nowhere
+
+
+@pytest.fixture
+def full_disk() -> Iterator[BinaryIO]:
+    if not Path("/dev/full").exists():
+        pytest.skip("no device here is always full")
+    with open("/dev/full", "wb") as device:
+        yield device
+
+
+@pytest.mark.parametrize("line", [["--help"], ["--version"], ["chat", "-p", "hello"], ["inspect"]])
+def test_a_full_disk_is_one_line(full_disk: BinaryIO, tiny_pair: Path, line: list[str]) -> None:
+    options = [] if line[0].startswith("--") else [str(tiny_pair)]
+    done = subprocess.run(
+        [*COMMAND, *line, *options],
+        stdout=full_disk,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    expected = ("cannot write the output", "No space left", "free space")
+    assert_one_line((done.returncode, "", done.stderr), 2, *expected)
+
+
+def test_a_closed_stdout_is_no_failure(tiny_pair: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "inspect", str(tiny_pair)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # Our own mistakes, and interruptions
