@@ -173,39 +173,54 @@ def replacing(target: Path) -> Iterator[Path]:
     """A temporary path beside `target` that takes its place when the block ends without an error.
 
     Works for a file and for a folder (an old folder is moved aside first). When the block raises,
-    nothing is left; a full or read-only disk becomes CacheUnwritable.
+    wrote nothing, or its result cannot be moved, the old artifact stays and nothing else is left; a
+    full or read-only disk becomes CacheUnwritable.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise unwritable(target, error) from error
+    fresh, aside = scratch / "new" / target.name, scratch / "old"
     try:
-        yield scratch / target.name
-        if target.is_dir():
-            target.rename(scratch / "old")
-        os.replace(scratch / target.name, target)
+        fresh.parent.mkdir()
+        yield fresh
+        _take_place(fresh, target, aside)
     except OSError as error:
         if error.errno in _DISK_ERRORS:
             raise unwritable(target, error) from error
         raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        # An old artifact that could not be moved back is kept: nothing else has its content.
+        stranded = os.path.lexists(aside) and not os.path.lexists(target)
+        shutil.rmtree(fresh.parent if stranded else scratch, ignore_errors=True)
 
 
-_DISK_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EACCES,
-    errno.EROFS,
-    errno.EPERM,
-}
+def _take_place(fresh: Path, target: Path, aside: Path) -> None:
+    try:
+        if target.is_dir():
+            target.rename(aside)
+        os.replace(fresh, target)
+    except BaseException as error:
+        if os.path.lexists(aside) and not os.path.lexists(target):
+            aside.rename(target)
+        if isinstance(error, NotADirectoryError):
+            raise unwritable(target, error) from error
+        raise
+
+
+_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
+_DISK_ERRORS = _FULL_ERRORS | {errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.EBUSY}
+_IN_THE_WAY_ERRORS = {errno.ENOTDIR, errno.EEXIST}
 
 
 def unwritable(target: Path, error: OSError) -> CacheUnwritable:
     """The one-line error for a cache folder or disk that refuses to be written."""
-    return CacheUnwritable(
-        f"cannot write {target}: {error.strerror or error}; "
-        "free space there, or set ONDEVICE_HOME to a folder that can be written"
-    )
+    reason = error.strerror or str(error)
+    advice = "set ONDEVICE_HOME to a folder that can be written"
+    in_the_way = next((part for part in (target, *target.parents) if os.path.isfile(part)), None)
+    if error.errno in _IN_THE_WAY_ERRORS and in_the_way is not None:
+        reason, advice = f"{in_the_way} is a file, not a folder", f"remove it, or {advice}"
+    elif error.errno in _FULL_ERRORS:
+        advice = f"free space there, or {advice}"
+    return CacheUnwritable(f"cannot write {target}: {reason}; {advice}")

@@ -1,0 +1,125 @@
+"""Artifacts take their place whole or not at all, and manifests with impossible values are none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ondevice.artifact import replacing, unwritable
+from ondevice.errors import CacheUnwritable
+from ondevice.home import make_writable
+
+
+def folder_with(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "content").write_text(text)
+    return path
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Makes a folder a mount point, which no rename moves; only root may."""
+    mounts: list[Path] = []
+
+    def mount(folder: Path) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", "size=65536", "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("this user may not mount")
+        mounts.append(folder)
+
+    yield mount
+    for folder in mounts:
+        subprocess.run(["umount", str(folder)], check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("name", ["old", "new", "pair"])
+def test_a_folder_of_any_name_is_replaced(tmp_path: Path, name: str) -> None:
+    target = folder_with(tmp_path / name, "before")
+    with replacing(target) as fresh:
+        assert fresh.name == name
+        folder_with(fresh, "after")
+    assert (target / "content").read_text() == "after"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_block_that_wrote_nothing_costs_the_old_folder_nothing(tmp_path: Path) -> None:
+    target = folder_with(tmp_path / "pair", "before")
+    with pytest.raises(FileNotFoundError), replacing(target):
+        pass
+    assert (target / "content").read_text() == "before"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_result_that_cannot_be_moved_leaves_the_old_folder(
+    tmp_path: Path, mounted: Callable[[Path], None]
+) -> None:
+    target = folder_with(tmp_path / "pair", "before")
+    with pytest.raises(CacheUnwritable, match="cannot write"), replacing(target) as fresh:
+        mounted(folder_with(fresh, "after"))
+    assert (target / "content").read_text() == "before"
+
+
+def test_a_folder_that_cannot_be_moved_aside_is_kept(
+    tmp_path: Path, mounted: Callable[[Path], None]
+) -> None:
+    target = tmp_path / "pair"
+    target.mkdir()
+    mounted(target)
+    (target / "content").write_text("before")
+    with pytest.raises(CacheUnwritable) as caught, replacing(target) as fresh:
+        folder_with(fresh, "after")
+    assert "\n" not in str(caught.value)
+    assert (target / "content").read_text() == "before"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    target = tmp_path / "pair"
+    target.write_text("before")
+    with pytest.raises(CacheUnwritable, match="is a file, not a folder"), replacing(target) as new:
+        folder_with(new, "after")
+    assert target.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("below", ["", "home", "home/deeper"])
+def test_a_file_in_the_way_is_named_and_no_space_is_asked_for(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheUnwritable) as caught:
+        make_writable(tmp_path / "file" / below)
+    message = str(caught.value)
+    assert f"{tmp_path / 'file'} is a file, not a folder" in message
+    assert "ONDEVICE_HOME" in message
+    assert "free space" not in message
+
+
+@pytest.mark.parametrize(
+    ("number", "full"),
+    [
+        (errno.ENOSPC, True),
+        (errno.EDQUOT, True),
+        (errno.ENOENT, False),
+        (errno.EACCES, False),
+        (errno.EROFS, False),
+    ],
+)
+def test_space_is_asked_for_only_when_the_disk_is_full(
+    tmp_path: Path, number: int, full: bool
+) -> None:
+    message = str(unwritable(tmp_path, OSError(number, os.strerror(number))))
+    assert ("free space" in message) == full
+    assert os.strerror(number) in message
+    assert "ONDEVICE_HOME" in message
+
+
+def test_a_file_system_that_refuses_folders_is_no_full_disk() -> None:
+    with pytest.raises(CacheUnwritable) as caught:
+        make_writable(Path("/proc/ondevice"))
+    assert "free space" not in str(caught.value)
