@@ -42,7 +42,8 @@ def locate(artifact: str) -> Path:
         raise ArtifactError(
             f"the pair {artifact} has not been converted yet; run `ondevice chat {artifact}` first"
         )
-    raise ArtifactError(f"no folder {artifact}; give a pair, a verifier, a drafter or .mlpackage")
+    found = f"{artifact} is a file, not a folder" if path.exists() else f"no folder {artifact}"
+    raise ArtifactError(f"{found}; give the folder of a pair, verifier, drafter or .mlpackage")
 
 
 def facts(path: Path) -> Facts:

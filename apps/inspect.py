@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ondevice.apps.artifacts import Facts, facts, locate
+from ondevice.apps.opening import explained, remedy
 from ondevice.apps.terminal import results
 
 Row = tuple[str, str]
@@ -18,7 +20,9 @@ Row = tuple[str, str]
 
 def run(artifact: str, as_json: bool) -> None:
     """Print what `artifact` is. Raises ArtifactError when it is nothing known, or damaged."""
-    found = facts(locate(artifact))
+    folder = locate(artifact)
+    with explained(folder):
+        found = facts(folder)
     if as_json:
         print(json.dumps(found), flush=True)
     else:
@@ -37,6 +41,10 @@ def _print_pair(console: Console, pair: Facts) -> None:
         console.print("no drafter: text is decoded plainly")
     else:
         _print_drafter(console, pair["drafter"])
+    parts = (part for part in (pair["verifier"], pair["drafter"]) if part is not None)
+    advice = remedy(Path(pair["path"]))
+    if advice and not all(part["matches_manifest"] for part in parts):
+        console.print(f"damaged: {advice}", soft_wrap=True)
 
 
 def _print_verifier(console: Console, verifier: Facts) -> None:

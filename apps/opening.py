@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from ondevice import blas
 from ondevice.apps.terminal import loading, stdout_kept_clean
 from ondevice.engine import Engine
 from ondevice.errors import ArtifactError
+from ondevice.home import pairs_folder
 from ondevice.models.pairs import pair_names
 
 
@@ -17,13 +22,25 @@ def open_engine(pair: str) -> Engine:
             from ondevice.converters.pair import prepare_pair
 
         folder = prepare_pair(pair)
-        try:
-            with loading(f"loading {pair}"):
-                return Engine.open_folder(folder)
-        except ArtifactError as error:
-            if pair not in pair_names():
-                raise
-            raise ArtifactError(f"{error} (delete {folder}: it is made anew)") from error
+        with explained(folder), loading(f"loading {pair}"):
+            return Engine.open_folder(folder)
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """An ArtifactError about the pair in `folder` ends with its remedy, if we know one."""
+    try:
+        yield
+    except ArtifactError as error:
+        if not (advice := remedy(folder)):
+            raise
+        raise ArtifactError(f"{error} ({advice})") from error
+
+
+def remedy(folder: Path) -> str:
+    """How to mend the damaged pair `folder`; "" unless it is one that is made on demand."""
+    made_here = folder.parent == pairs_folder() and folder.name in pair_names()
+    return f"delete {folder}: it is made anew" if made_here else ""
 
 
 def placement(engine: Engine) -> list[str]:

@@ -11,6 +11,7 @@ import tiny
 from commandline import Run, assert_one_line, runner
 
 from ondevice.artifact import DrafterManifest, file_sha256
+from ondevice.converters import pair as pair_module
 from ondevice.converters.checkpoint import Checkpoint
 
 
@@ -103,7 +104,32 @@ def test_a_converted_pair_may_be_called_by_its_name(
     assert json.loads(run("inspect", "smollm2", "--json")[1])["manifest"]["name"] == "tiny"
 
 
+def test_a_damaged_pair_of_ours_has_the_same_remedy_everywhere(
+    run: Run, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path))
+    monkeypatch.setattr(pair_module, "prepare_pair", lambda _: folder)
+    folder = Path(shutil.copytree(tiny_pair, tmp_path / "pairs" / "smollm2"))
+    remedy = f"delete {folder}: it is made anew"
+    assert remedy not in run("inspect", "smollm2")[1]
+    file = folder / "drafter" / "drafter.json"
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    tiny.write_json(file, manifest | {"weights_sha256": "0" * 64})
+    assert remedy in run("inspect", "smollm2")[1]
+    (folder / "pair.json").write_text("{", encoding="utf-8")
+    for line in (["inspect", "smollm2"], ["inspect", folder], ["chat", "smollm2", "-p", "hello"]):
+        assert_one_line(run(*line), 2, "pair.json", remedy)
+
+    other = Path(shutil.copytree(folder, tmp_path / "mine"))
+    result = run("inspect", other)
+    assert_one_line(result, 2, "pair.json")
+    assert "delete" not in result[2]
+
+
 def test_what_is_no_artifact_is_one_line(run: Run, tiny_pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "weights.gguf").touch()
+    assert_one_line(run("inspect", tmp_path / "weights.gguf"), 2, "is a file, not a folder")
+    (tmp_path / "weights.gguf").unlink()
     assert_one_line(run("inspect", tmp_path / "nothing"), 2, "nothing")
     assert_one_line(run("inspect", tmp_path), 2, "pair.json", "Manifest.json")
     (tmp_path / "Manifest.json").write_text("{}", encoding="utf-8")
