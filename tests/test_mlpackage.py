@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlpackages import function, half, mb, save, shared_weight
+from mlpackages import ct, function, half, mb, save, shared_weight
 
 from ondevice.coreml.blob import storage_bytes, unpack
 from ondevice.coreml.package import (
@@ -208,7 +208,40 @@ def test_truncated_weights(copy: Path, size: int) -> None:
 
 def test_missing_weights(copy: Path) -> None:
     weights_file(copy).unlink()
-    assert "no readable weights" in broken(copy)
+    message = broken(copy)
+    assert "no readable weights" in message
+    assert message.count(str(copy)) == 1
+
+
+@pytest.mark.parametrize("place", ["outside", "beside", "above"])
+def test_a_constant_in_any_other_file_is_refused(copy: Path, tmp_path: Path, place: str) -> None:
+    """Each file holds the very bytes: only the name is wrong, and no digest would cover it."""
+    name = {
+        "outside": str(tmp_path / "other.bin"),
+        "beside": "@model_path/weights/other.bin",
+        "above": "@model_path/../../../other.bin",
+    }[place]
+    weights = weights_file(copy)
+    for other in (tmp_path / "other.bin", weights.parent / "other.bin"):
+        shutil.copy(weights, other)
+    model_path = weights.parent.parent / "model.mlmodel"
+    model = ct.proto.Model_pb2.Model.FromString(model_path.read_bytes())
+    for program in model.mlProgram.functions.values():
+        for op in program.block_specializations[program.opset].operations:
+            value = op.attributes["val"] if op.type == "const" else None
+            if value is not None and value.WhichOneof("value") == "blobFileValue":
+                value.blobFileValue.fileName = name
+    model_path.write_bytes(model.SerializeToString())
+    assert "other.bin" in broken(copy)
+
+
+def test_a_model_outside_of_its_package_is_refused(copy: Path, tmp_path: Path) -> None:
+    shutil.copytree(copy / "Data/com.apple.CoreML", tmp_path / "elsewhere")
+    manifest = json.loads((copy / "Manifest.json").read_text())
+    for path in (tmp_path / "elsewhere/model.mlmodel", "../../elsewhere/model.mlmodel"):
+        manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]["path"] = str(path)
+        (copy / "Manifest.json").write_text(json.dumps(manifest))
+        assert "outside" in broken(copy)
 
 
 @pytest.mark.parametrize(

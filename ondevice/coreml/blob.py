@@ -99,8 +99,10 @@ class BlobFile:
         try:
             self._bytes: Array = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:
+            # An OSError's text would repeat the path.
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ArtifactError(
-                f"no readable weights at {path} ({error}); convert the model again"
+                f"no readable weights at {path} ({reason}); convert the model again"
             ) from error
         if self._bytes.size < 64:
             raise self._broken(f"has {self._bytes.size} bytes, expected a header of 64")

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from ondevice.coreml.package import (
     Package,
     TensorType,
     Value,
+    weights_file,
 )
 from ondevice.errors import ArtifactError
 
+_WEIGHTS = "@model_path/weights/weight.bin"  # what coremltools writes, whatever the package's name
 _ALIAS = "_ondevice_coremltools_proto"
 _MIL_NAMES = {
     "BOOL": "bool",
@@ -44,13 +47,14 @@ def parse(path: Path, model_path: Path) -> Package:
     try:
         model.ParseFromString(model_path.read_bytes())
     except (OSError, DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ArtifactError(
-            f"{model_path} is not a Core ML model ({error}); convert the model again"
+            f"{model_path} is not a Core ML model ({reason}); convert the model again"
         ) from error
     kind = model.WhichOneof("Type")
     if kind != "mlProgram":
         raise ArtifactError(f"{path} holds {kind or 'nothing'}, expected an ML program (mlProgram)")
-    reader = _Reader(model_path.parent)
+    reader = _Reader(path, weights_file(path))
     functions = {
         name: reader.function(name, message)
         for name, message in sorted(model.mlProgram.functions.items())
@@ -80,11 +84,10 @@ def _message_module(name: str) -> Any:
 
 
 class _Reader:
-    """Translates the messages of one model; weight files are opened once, on first use."""
+    """Translates the messages of one model; its weight file is opened once, on first use."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, BlobFile] = {}
+    def __init__(self, package: Path, weights: Path) -> None:
+        self._package, self._weights_path = package, weights
         numbers = _message_module("MIL_pb2").DataType.DESCRIPTOR.values
         self._names = {v.number: _MIL_NAMES.get(v.name, v.name.lower()) for v in numbers}
 
@@ -121,7 +124,7 @@ class _Reader:
     def _require(self, condition: bool, function: Function, what: str) -> None:
         if not condition:
             raise ArtifactError(
-                f"function {function.name} of {self._folder} is inconsistent: {what}; "
+                f"function {function.name} of {self._package} is inconsistent: {what}; "
                 "convert the model again"
             )
 
@@ -184,7 +187,14 @@ class _Reader:
         return f"<{message.WhichOneof('value')}>"
 
     def _file(self, name: str) -> BlobFile:
-        if name not in self._files:
-            relative = name.removeprefix("@model_path/")
-            self._files[name] = BlobFile(self._folder / relative)
-        return self._files[name]
+        """The package's weight file: the one that `weights_digest` covers, so no other is read."""
+        if name != _WEIGHTS:
+            raise ArtifactError(
+                f"{self._package} keeps a constant in {name!r}, expected {_WEIGHTS!r}; "
+                "convert the model again"
+            )
+        return self._weights
+
+    @cached_property
+    def _weights(self) -> BlobFile:
+        return BlobFile(self._weights_path)

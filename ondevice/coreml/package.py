@@ -132,7 +132,7 @@ class Package:
 
 
 def model_file(path: Path) -> Path:
-    """The protobuf file that the manifest of the package at `path` names as its root."""
+    """The protobuf file that the manifest of the package at `path` names as its root, inside it."""
     manifest = path / MANIFEST
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
@@ -144,6 +144,10 @@ def model_file(path: Path) -> Path:
             f"{path} is no Core ML package: {MANIFEST} cannot be read ({reason}); "
             "expected an .mlpackage folder, convert the model again"
         ) from error
+    if not model.resolve().is_relative_to(path.resolve()):
+        raise ArtifactError(
+            f"{path} has its model outside of itself, at {item}; convert the model again"
+        )
     if not model.is_file():
         raise ArtifactError(f"{path} has no {item}, named by its manifest; convert the model again")
     return model
