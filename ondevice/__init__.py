@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ondevice.engine import Engine
     from ondevice.errors import OnDeviceError, UserError
+    from ondevice.prompt import Message
     from ondevice.sampling import SamplingParams
-    from ondevice.session import Answer, Message, Options, Piece, Session
+    from ondevice.session import Answer, Options, Piece, Session
     from ondevice.statistics import Statistics
 
 _HOMES = {
     "Answer": "session",
     "Engine": "engine",
-    "Message": "session",
+    "Message": "prompt",
     "OnDeviceError": "errors",
     "Options": "session",
     "Piece": "session",

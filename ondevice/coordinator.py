@@ -1,8 +1,7 @@
 """The protocol without the I/O: events go in, commands come out; no threads, clocks or devices.
 
 One coordinator a session. It knows what each unit's cache holds, what each unit is doing, and the
-tree. Every event method
-takes the time and returns the commands to carry out, in order.
+tree. Every event method takes the time and returns the commands to carry out, in order.
 """
 
 from __future__ import annotations
@@ -124,6 +123,9 @@ class Coordinator:
         """The unit's cache now holds `length` tokens; fewer than asked for after a cancel."""
         lane = self._lane(unit)
         if lane.runs(step):
+            if not lane.stale and length != self._prompt_tokens - 1:
+                held = f"expected {self._prompt_tokens - 1} tokens after its prefill, got {length}"
+                return self.on_failure(now_ns, unit, UnitFailed(f"the {unit}'s cache: {held}"))
             lane.loaded(now_ns, length)
         return self._proceed(now_ns)
 
@@ -241,6 +243,7 @@ class Coordinator:
         for row in rows:
             if row.node in self.tree:
                 self.tree[row.node].expansion = "done"
+        before = len(self.tree)
         families: dict[int, list[Proposal]] = defaultdict(list)
         for proposal in result.proposals:
             if proposal.parent in self.tree:
@@ -252,7 +255,7 @@ class Coordinator:
             chances = acceptances(children, self.turn.greedy)
             for child, chance in zip(children, chances, strict=True):
                 self.tree.add(child, chance)
-        kept = sum(map(len, families.values()))
+        kept = len(self.tree) - before
         self.turn.drafts.append(
             DraftRecord(len(rows), kept, result.start_ns, result.end_ns, result.window)
         )
@@ -267,6 +270,11 @@ class Coordinator:
                     proposal = replace(proposal, parent=ids[-proposal.parent - 1])
                 added = self.tree.add(proposal, math.exp(min(proposal.log_q, 0.0)))
                 ids.append(NOWHERE if added is None else added)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        assert self.turn is not None
+        return self.turn.prompt_tokens
 
     @property
     def _tokens_left(self) -> int:
@@ -314,7 +322,7 @@ class Coordinator:
         for count, token in enumerate(tokens, start=1):
             if limits.ends_at(token):
                 return tuple(tokens[:count]), "stop"
-            if count == self._tokens_left:
+            if count >= self._tokens_left:
                 return tuple(tokens[:count]), "length"
         return tuple(tokens), None
 

@@ -7,12 +7,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ondevice.coordinator import Coordinator
-from ondevice.errors import OnDeviceError, UnitFailed
+from ondevice.errors import Closed, OnDeviceError, UnitFailed
 from ondevice.policy import Schedule
 from ondevice.records import (
     AnswerLimits,
@@ -28,68 +27,11 @@ from ondevice.records import (
 )
 from ondevice.sampling import Law
 from ondevice.units import DrafterUnit, DraftRequest, RunRequest, VerifierUnit, VerifyRequest
+from ondevice.worker import UnitWorker
 
 log = logging.getLogger(__name__)
 
-Unit = TypeVar("Unit", bound=VerifierUnit | DrafterUnit)
-Result = TypeVar("Result")
 Event = Callable[[int], list[Command]]
-
-
-class UnitWorker(Generic[Unit]):
-    """One thread that opens a unit and is the only one ever to touch it (MLX demands that)."""
-
-    def __init__(self, name: UnitName, open_unit: Callable[[], Unit]) -> None:
-        """Starts at once; `opened` waits for the unit."""
-        self.name = name
-        self.closing = threading.Event()
-        """Set once `close` was called: long jobs end at the next occasion."""
-        self._jobs: queue.SimpleQueue[Callable[[Unit], None] | None] = queue.SimpleQueue()
-        self._opened: Future[Unit] = Future()
-        self._thread = threading.Thread(
-            target=self._work, args=(open_unit,), name=f"ondevice-{name}", daemon=True
-        )
-        self._thread.start()
-
-    def _work(self, open_unit: Callable[[], Unit]) -> None:
-        try:
-            unit = open_unit()
-        except BaseException as error:
-            self._opened.set_exception(error)
-            return
-        self._opened.set_result(unit)
-        while (job := self._jobs.get()) is not None:
-            job(unit)
-        unit.close()
-
-    def opened(self) -> Unit:
-        """Wait for the unit, for its constant properties; raises what opening it raised."""
-        return self._opened.result()
-
-    def submit(self, job: Callable[[Unit], None]) -> None:
-        """Run `job` on the worker after those before it; it must not raise."""
-        self._jobs.put(job)
-
-    def call(self, function: Callable[[Unit], Result]) -> Result:
-        """Run `function` on the worker and wait for what it returns or raises."""
-        self.opened()
-        future: Future[Result] = Future()
-
-        def job(unit: Unit) -> None:
-            try:
-                future.set_result(function(unit))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.submit(job)
-        return future.result()
-
-    def close(self) -> None:
-        """Close the unit once what runs has ended, and wait for that; again is harmless."""
-        self.closing.set()
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
 
 
 class Driver:
@@ -104,56 +46,68 @@ class Driver:
         self._verifier_session = verifier.call(lambda unit: unit.open_session())
         self._drafter_session = drafter.call(lambda unit: unit.open_session()) if drafter else -1
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._cancelled = threading.Event()
-        self._run_over = threading.Event()
+        self._cancelled = self._run_over = threading.Event()
         self._closed = False
 
     def answer(
-        self, tokens: Sequence[int], limits: AnswerLimits, schedule: Schedule, law: Law
+        self,
+        tokens: Sequence[int],
+        limits: AnswerLimits,
+        schedule: Schedule,
+        law: Law,
+        cancelled: threading.Event,
     ) -> Generator[Emit | Stop, None, None]:
         """Everything that becomes text after `tokens`, then one Stop.
 
-        Closing the iterator early, or an exception thrown into it, cancels the answer.
+        cancelled: set it, then call `wake`, from any thread and at any moment, to end the answer.
+        Closing the iterator, or an exception thrown into it, ends it too. Raises Closed.
         """
-        self._law, self._schedule, self._cancelled = law, schedule, threading.Event()
-        commands = self.coordinator.on_prompt(
+        if self._closed:
+            raise Closed("this session is closed; open another one")
+        self._law, self._schedule, self._cancelled = law, schedule, cancelled
+        coordinator = self.coordinator
+        commands = coordinator.on_prompt(
             time.monotonic_ns(), tokens, limits, schedule, greedy=law.greedy
         )
         stopped = False
         try:
             while not stopped:
+                commands += self._cancel_if_asked()
                 for command in self._carry_out(commands):
                     stopped = stopped or isinstance(command, Stop)
                     yield command
                 if not stopped:
-                    commands = self._inbox.get()(time.monotonic_ns())
+                    event = self._inbox.get()
+                    # First, since a prefill that was cut short says so in its event.
+                    commands = self._cancel_if_asked()
+                    commands += event(time.monotonic_ns())
         finally:
             if not stopped:
-                self._abandon()
+                cancelled.set()
+                self._carry_out(self._cancel_if_asked())
 
-    def cancel(self) -> None:
-        """End the answer under way. From any thread; nothing happens when there is none."""
-        self._cancelled.set()
-        turn = self.coordinator.turn
+    def _cancel_if_asked(self) -> list[Command]:
+        if not self._cancelled.is_set():
+            return []
+        return self.coordinator.on_cancel(time.monotonic_ns())
 
-        def event(now_ns: int) -> list[Command]:
-            return self.coordinator.on_cancel(now_ns) if self.coordinator.turn is turn else []
-
-        self._inbox.put(event)
+    def wake(self) -> None:
+        """Let the answer under way look at its `cancelled`. Harmless when there is none."""
+        self._inbox.put(lambda _: [])
 
     def close(self) -> None:
-        """Free both caches, once what runs has run out."""
+        """Free both caches, once what runs has run out; an answer under way is cancelled.
+
+        From any thread: the thread that reads the answer gets its Stop.
+        """
         if self._closed:
             return
         self._closed = True
-        self._abandon()
+        self._cancelled.set()
+        self.wake()
         self._verifier.submit(lambda unit: unit.close_session(self._verifier_session))
         if self._drafter is not None:
             self._drafter.submit(lambda unit: unit.close_session(self._drafter_session))
-
-    def _abandon(self) -> None:
-        self._cancelled.set()
-        self._carry_out(self.coordinator.on_cancel(time.monotonic_ns()))
 
     def _carry_out(self, commands: Sequence[Command]) -> list[Emit | Stop]:
         """Give the units their commands; what is for the reader is returned.
@@ -181,6 +135,7 @@ class Driver:
         session, law = self._verifier_session, self._law
         self._run_over = run_over = threading.Event()
         cancelled = _any_of(self._cancelled, self._verifier.closing)
+        ended = _any_of(run_over, self._cancelled, self._verifier.closing)
 
         def job(unit: VerifierUnit) -> None:
             match command:
@@ -195,7 +150,7 @@ class Driver:
                     self._post(partial(self.coordinator.on_verdict, verdict=verdict))
                 case StartRun(step=step, root=root, limit=limit):
                     run = RunRequest(session, step, root.token, limit, law)
-                    for verdict in unit.run(run, _any_of(run_over, self._verifier.closing)):
+                    for verdict in unit.run(run, ended):
                         self._post(partial(self.coordinator.on_verdict, verdict=verdict))
 
         return self._guarded("verifier", job)

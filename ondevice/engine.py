@@ -22,15 +22,16 @@ from ondevice.artifact import (
     PairManifest,
     VerifierManifest,
 )
-from ondevice.driver import Driver, UnitWorker
+from ondevice.driver import Driver
 from ondevice.errors import ArtifactError, BadCheckpoint, UserError
-from ondevice.session import Answer, Model, Options, Prompt, Session
+from ondevice.models.pairs import default_pair
+from ondevice.prompt import Prompt
+from ondevice.session import Answer, Model, Options, Session
 from ondevice.units import DrafterUnit, VerifierUnit
+from ondevice.worker import UnitWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-DEFAULT_PAIR = "smollm2"
 
 
 class Engine:
@@ -51,7 +52,7 @@ class Engine:
         self._sessions: set[Session] = set()
         self._verifier = UnitWorker("verifier", open_verifier)
         self._drafter = UnitWorker("drafter", open_drafter) if open_drafter else None
-        # Also at exit: a thread that the interpreter kills inside MLX aborts the process.
+        # Also at exit, and when nobody holds the engine any more.
         self._close_workers = weakref.finalize(self, _close, self._verifier, self._drafter)
         try:
             no_drafter = self._missing_drafter()
@@ -70,8 +71,8 @@ class Engine:
         )
 
     @classmethod
-    def open(cls, pair: str | Path = DEFAULT_PAIR, *, quiet: bool = False) -> Self:
-        """Open a pair by its name in pairs.toml or its folder.
+    def open(cls, pair: str | Path | None = None, *, quiet: bool = False) -> Self:
+        """Open a pair by its name in pairs.toml or its folder; None is the default pair.
 
         A named pair is downloaded and converted when it is not there yet; quiet: without progress
         on stderr. Raises UserError for what the user can mend.
@@ -79,7 +80,7 @@ class Engine:
         blas.prepare()
         from ondevice.converters.pair import prepare_pair
 
-        return cls.open_folder(prepare_pair(pair, quiet=quiet))
+        return cls.open_folder(prepare_pair(pair or default_pair(), quiet=quiet))
 
     @classmethod
     def open_folder(cls, folder: Path) -> Self:
@@ -116,7 +117,10 @@ class Engine:
         return unit.runtime_name
 
     def session(self, *, system: str | None = None) -> Session:
-        """A new conversation with caches of its own; `system` is its first message."""
+        """A new conversation with caches of its own; `system` is its first message.
+
+        Raises Closed.
+        """
         driver = Driver(self._verifier, self._drafter)
         session = Session(self.model, driver, system, on_close=self._forget)
         self._sessions.add(session)
@@ -157,9 +161,10 @@ class Engine:
 
 
 def _close(verifier: UnitWorker[VerifierUnit], drafter: UnitWorker[DrafterUnit] | None) -> None:
-    verifier.close()
+    verifier.stop()  # both are told before one is waited for
     if drafter is not None:
         drafter.close()
+    verifier.close()
 
 
 def _check_tokenizers(folder: Path, pair: PairManifest, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -195,9 +200,15 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 def _end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids that end an answer: the tokenizer's, and those of generation_config.json."""
-    ends = {tokenizer.eos_token_id}
+    stated: object = None
     path = folder / "generation_config.json"
     if path.exists():
-        stated = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        ends.update(stated if isinstance(stated, list) else [stated])
+        try:
+            stated = json.loads(path.read_text(encoding="utf-8"))["eos_token_id"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ArtifactError(
+                f"{path}: expected a JSON object with eos_token_id, got {type(error).__name__}; "
+                "convert the pair again"
+            ) from error
+    ends = [tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])]
     return frozenset(end for end in ends if isinstance(end, int))

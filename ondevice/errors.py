@@ -12,6 +12,7 @@
     │   └── ContextOverflow        prompt longer than the verifier's context
     └── RuntimeFailure             ours: exit status 1
         ├── UnitFailed             a unit (drafter, verifier) raised, or was lost
+        ├── Closed                 an engine or a session was used after its end
         ├── CallMismatch           a Core ML function called by a wrong name or with wrong tensors
         └── UnknownOp              the emulator met an op that it does not know
 
@@ -73,6 +74,10 @@ class UnitFailed(RuntimeFailure):
 
 class CallMismatch(RuntimeFailure):
     """A Core ML function was called by a wrong name, or with missing, extra or wrong tensors."""
+
+
+class Closed(RuntimeFailure):
+    """An engine or a session was used after it was closed."""
 
 
 class UnknownOp(RuntimeFailure):

@@ -246,7 +246,7 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class DraftRecord:
-    """One drafter step: rows expanded, proposals that entered the tree, when."""
+    """One drafter step: rows expanded, nodes that the tree gained, when."""
 
     rows: int
     kept: int

@@ -9,12 +9,13 @@ speculated. `ondevice.sampling_mlx` is the same law on the device.
 from __future__ import annotations
 
 import math
+import numbers
 import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -75,19 +76,21 @@ class SamplingParams:
 
     def checked(self, vocab_size: int) -> Self:
         """The same parameters with a seed; raises BadRequest for a value out of range."""
-        _require("temperature", self.temperature, self.temperature >= 0, "0 or more")
-        _require("top-k", self.top_k, self.top_k >= 0, "0 (off) or more")
-        _require("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
-        _require("min-p", self.min_p, 0 <= self.min_p < 1, "0 (off) or more and below 1")
+        _require("temperature", self.temperature, lambda x: x >= 0, "0 or more")
+        _require("top-k", self.top_k, lambda x: x >= 0, "0 (off) or more", whole=True)
+        _require("top-p", self.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1 (off)")
+        _require("min-p", self.min_p, lambda x: 0 <= x < 1, "0 (off) or more and below 1")
         penalty = self.repetition_penalty
-        _require("repetition penalty", penalty, 0 < penalty < np.inf, "above 0, 1 is off")
-        _require("repetition window", self.repetition_window, self.repetition_window >= 0, ">= 0")
-        _require("top logprobs", self.top_logprobs, 0 <= self.top_logprobs <= 20, "0 to 20")
+        _require("repetition penalty", penalty, lambda x: 0.01 <= x <= 100, "0.01 to 100, 1 is off")
+        window = self.repetition_window
+        _require("repetition window", window, lambda x: x >= 0, "0 (off) or more", whole=True)
+        _require("top logprobs", self.top_logprobs, lambda x: 0 <= x <= 20, "0 to 20", whole=True)
         for token, bias in self.logit_bias.items():
-            _require("logit bias token", token, 0 <= token < vocab_size, f"below {vocab_size}")
-            _require("logit bias", bias, np.isfinite(bias), "a finite number")
+            below = f"0 to {vocab_size - 1}"
+            _require("logit bias token", token, lambda x: 0 <= x < vocab_size, below, whole=True)
+            _require("logit bias", bias, lambda x: abs(x) <= 1e6, "-1e6 to 1e6")
         seed = secrets.randbits(32) if self.seed is None else self.seed
-        _require("seed", seed, 0 <= seed < 2**64, "0 to 2^64 - 1")
+        _require("seed", seed, lambda x: 0 <= x < 2**64, "0 to 2^64 - 1", whole=True)
         temperature = self.temperature if self.temperature >= LEAST_TEMPERATURE else 0.0
         return replace(self, seed=seed, temperature=temperature)
 
@@ -99,9 +102,14 @@ class SamplingParams:
         )
 
 
-def _require(name: str, value: float, holds: bool, expected: str) -> None:
-    if not (holds and np.isfinite(value)):
-        raise BadRequest(f"{name} must be {expected}, got {value}")
+def _require(
+    name: str, value: object, holds: Callable[[float], bool], expected: str, *, whole: bool = False
+) -> None:
+    kind = numbers.Integral if whole else numbers.Real
+    right = isinstance(value, kind) and not isinstance(value, bool)
+    if not (right and math.isfinite(cast(float, value)) and holds(cast(float, value))):
+        what = "a whole number, " if whole else ""
+        raise BadRequest(f"{name} must be {what}{expected}, got {value!r}")
 
 
 def uniform(seed: int, position: int, count: int, stream: int = VERIFIER_STREAM) -> FloatArray:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self, TypedDict, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
 
 from ondevice.driver import Driver
 from ondevice.errors import BadRequest, ContextOverflow
 from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Schedule, Strategy
+from ondevice.prompt import Message, Prompt, PromptReader
 from ondevice.records import AcceptanceRule, AnswerLimits, EmittedToken, FinishReason, Stop
 from ondevice.sampling import Law, SamplingParams
 from ondevice.statistics import Statistics, summarise
@@ -19,20 +20,6 @@ from ondevice.units import TreeShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_EMPTY = "the prompt is empty; write something"
-
-
-class Message(TypedDict):
-    """One turn of a conversation; role is "system", "user" or "assistant"."""
-
-    role: str
-    content: str
-
-
-Prompt = str | Sequence[Message] | Sequence[int]
-"""A user's turn, a whole conversation, or token ids that are used as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +40,32 @@ class Options:
     children: int | None = None
 
     def checked(self) -> Self:
-        """The same options; raises BadRequest for a value out of range."""
-        if self.max_tokens < 1:
-            raise BadRequest(f"max tokens must be 1 or more, got {self.max_tokens}")
+        """The same options; raises BadRequest for a value out of range.
+
+        One stop string need not be put into a tuple.
+        """
+        if not isinstance(self.sampling, SamplingParams):
+            raise BadRequest(f"sampling must be SamplingParams, got {self.sampling!r}")
+        _require_count("max tokens", self.max_tokens, None)
         if self.strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
             raise BadRequest(f"strategy must be one of {known}, got {self.strategy!r}")
         if self.rule not in ("coupled", "rejection"):
             raise BadRequest(f"rule must be coupled or rejection, got {self.rule!r}")
-        if self.children is not None and not 1 <= self.children <= 16:
-            raise BadRequest(f"children must be 1 to 16, got {self.children}")
-        return self
+        if self.children is not None:
+            _require_count("children", self.children, 16)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise BadRequest(f"a stop string must be text and not empty, got {text!r}")
+        return replace(self, stop=stop)
+
+
+def _require_count(name: str, value: object, most: int | None) -> None:
+    right = isinstance(value, int) and not isinstance(value, bool)
+    if not (right and value >= 1 and (most is None or value <= most)):  # type: ignore[operator]
+        expected = "1 or more" if most is None else f"1 to {most}"
+        raise BadRequest(f"{name} must be a whole number, {expected}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,12 @@ class Session:
         """Made by `Engine.session`."""
         self.messages: list[Message] = []
         self._model = model
+        self._reader = PromptReader(model.tokenizer, model.vocab_size)
         self._driver = driver
         self._system = system
         self._on_close = on_close
         self._busy = threading.Lock()
+        self._cancelled: threading.Event | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -135,11 +139,20 @@ class Session:
         the conversation; token ids leave it alone. Closing the iterator cancels the answer; what
         was said so far stays in the conversation.
         """
+        yield from self._stream(prompt, options, threading.Event())
+
+    def _stream(
+        self, prompt: Prompt, options: Options | None, cancelled: threading.Event
+    ) -> Iterator[Piece]:
+        if options is not None and not isinstance(options, Options):
+            raise BadRequest(f"options must be Options, got {options!r}")
         if not self._busy.acquire(blocking=False):
             raise BadRequest("this session is answering; wait for it, or open another one")
+        self._cancelled = cancelled
         try:
-            yield from self._answer(prompt, (options or Options()).checked())
+            yield from self._answer(prompt, (options or Options()).checked(), cancelled)
         finally:
+            self._cancelled = None
             self._busy.release()
 
     async def astream(self, prompt: Prompt, options: Options | None = None) -> AsyncIterator[Piece]:
@@ -148,10 +161,11 @@ class Session:
 
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        cancelled = threading.Event()
 
         def pump() -> None:
             try:
-                for piece in self.stream(prompt, options):
+                for piece in self._stream(prompt, options, cancelled):
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
             finally:
                 loop.call_soon_threadsafe(pieces.put_nowait, None)
@@ -161,12 +175,16 @@ class Session:
             while (piece := await pieces.get()) is not None:
                 yield piece
         finally:
-            self.cancel()
+            cancelled.set()
+            self._driver.wake()
             await pumping
 
     def cancel(self) -> None:
         """End the answer under way with what it has. Harmless when there is none."""
-        self._driver.cancel()
+        cancelled = self._cancelled
+        if cancelled is not None:
+            cancelled.set()
+            self._driver.wake()
 
     def close(self) -> None:
         """Cancel what runs and free both caches."""
@@ -179,8 +197,10 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answer(self, prompt: Prompt, options: Options) -> Iterator[Piece]:
-        messages, tokens = self._read(prompt)
+    def _answer(
+        self, prompt: Prompt, options: Options, cancelled: threading.Event
+    ) -> Iterator[Piece]:
+        messages, tokens = self._reader.read(prompt, self.messages)
         room = self._model.context - len(tokens)
         if room < 1:
             raise ContextOverflow(
@@ -194,7 +214,7 @@ class Session:
         emitted: list[EmittedToken] = []
         stop = Stop("cancelled")
         try:
-            with closing(self._driver.answer(tokens, limits, schedule, law)) as commands:
+            with closing(self._driver.answer(tokens, limits, schedule, law, cancelled)) as commands:
                 for command in commands:
                     if isinstance(command, Stop):
                         stop = command
@@ -203,51 +223,13 @@ class Session:
                         yield Piece(text.take(), command.tokens)
         finally:
             text.finish()
-            if messages:
+            # An answer that was stopped before its first word leaves the conversation as it was.
+            if messages and (text.text or stop.reason in ("stop", "length")):
                 self.messages = [*messages, Message(role="assistant", content=text.text)]
         if stop.error is not None:
             raise stop.error
         rest = text.take()
         yield Piece(rest, (), self._finished(text.text, emitted, stop.reason, reason, law.seed))
-
-    def _read(self, prompt: Prompt) -> tuple[list[Message], list[int]]:
-        """The conversation that the prompt makes (empty for token ids), and its tokens."""
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise BadRequest(_EMPTY)
-            messages = [*self.messages, Message(role="user", content=prompt)]
-        elif not prompt:
-            raise BadRequest(_EMPTY)
-        elif isinstance(prompt[0], int):
-            return [], self._checked_ids(cast("Sequence[int]", prompt))
-        else:
-            messages = list(cast("Sequence[Message]", prompt))
-        return messages, self._render(messages)
-
-    def _checked_ids(self, tokens: Sequence[int]) -> list[int]:
-        vocab_size = self._model.vocab_size
-        bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
-        if bad is not None:
-            raise BadRequest(f"token ids must be 0 to {vocab_size - 1}, got {bad}")
-        return list(tokens)
-
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the conversation, up to where the assistant speaks."""
-        tokenizer = self._model.tokenizer
-        plain = "\n".join(message["content"] for message in messages)
-        try:
-            plain.encode("utf-8")
-        except UnicodeEncodeError as error:
-            bad = plain[error.start]
-            raise BadRequest(
-                f"the prompt must be Unicode text, got half a character: {bad!r}"
-            ) from error
-        if tokenizer.chat_template is None:
-            return list(tokenizer.encode(plain))
-        text = tokenizer.apply_chat_template(
-            cast("list[dict[str, str]]", messages), tokenize=False, add_generation_prompt=True
-        )
-        return list(tokenizer.encode(cast(str, text), add_special_tokens=False))
 
     def _schedule(self, options: Options, law: Law) -> tuple[Schedule, str]:
         """The schedule that can be had, and why it is this one."""

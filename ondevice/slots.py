@@ -335,6 +335,6 @@ def check_finite(what: str, values: Array) -> None:
     """Raise UnitFailed when `values` holds NaN or infinity."""
     if not np.isfinite(values).all():
         raise UnitFailed(
-            f"the drafter's {what} are not finite; the step is dropped and the text goes on "
-            "without it"
+            f"the drafter's {what} are not finite; the step is dropped, and the text goes on "
+            "without the drafter"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ class Statistics:
     ttft_ms: from the prompt's arrival at the coordinator to the first token. decode_tok_s: tokens
     after the first verdict, over the time since then. num_spec_steps: verdicts over at least one
     draft token. num_draft_tokens: draft tokens put before the verifier, those beyond the answer's
-    end not counted. mean_acceptance_length: 1 + accepted / steps. *_busy: share of the answer's
-    time. drafter_window: first position that the drafter still saw, 0 for all.
+    end not counted. mean_acceptance_length: 1 + accepted / steps. *_busy: share of the time from
+    the first verification's start to the answer's end. drafter_window: first position that the
+    drafter still saw, 0 for all.
     """
 
     strategy: str
@@ -52,7 +53,8 @@ def summarise(turn: Turn, reason: str, seed: int) -> Statistics:
     speculated = [r for r in turn.rounds if r.drafted]
     drafted = sum(r.drafted for r in speculated)
     accepted = sum(r.accepted for r in speculated)
-    wall_ns = (turn.ended_ns or turn.started_ns) - turn.started_ns
+    since_ns = turn.rounds[0].start_ns if turn.rounds else 0
+    until_ns = turn.ended_ns or 0
     return Statistics(
         strategy=turn.schedule.strategy,
         reason=reason,
@@ -65,8 +67,8 @@ def summarise(turn: Turn, reason: str, seed: int) -> Statistics:
         num_accepted_draft_tokens=accepted,
         mean_acceptance_length=1 + accepted / len(speculated) if speculated else None,
         draft_acceptance_rate=accepted / drafted if drafted else None,
-        drafter_busy=_busy(turn.drafts, wall_ns),
-        verifier_busy=_busy(turn.rounds, wall_ns),
+        drafter_busy=_busy(turn.drafts, since_ns, until_ns),
+        verifier_busy=_busy(turn.rounds, since_ns, until_ns),
         drafter_window=max((d.window for d in turn.drafts), default=0),
         seed=seed,
         energy_mj=None,
@@ -88,7 +90,10 @@ def _decode_tok_s(rounds: list[RoundRecord]) -> float | None:
     return tokens / (elapsed_ns / 1e9) if elapsed_ns > 0 else None
 
 
-def _busy(records: Iterable[RoundRecord | DraftRecord], wall_ns: int) -> float | None:
-    if wall_ns <= 0:
+def _busy(
+    records: Sequence[RoundRecord] | Sequence[DraftRecord], since_ns: int, until_ns: int
+) -> float | None:
+    if not since_ns < until_ns:
         return None
-    return sum(r.end_ns - r.start_ns for r in records) / wall_ns
+    spans = (min(r.end_ns, until_ns) - max(r.start_ns, since_ns) for r in records)
+    return sum(span for span in spans if span > 0) / (until_ns - since_ns)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import mlx.core as mx
 import numpy as np
@@ -96,8 +96,7 @@ class MLXVerifier:
 
     def close(self) -> None:
         """Free everything; gives the model its own modules back."""
-        # A run that was ended leaves a forward under way: if the process exits meanwhile, it aborts.
-        mx.synchronize()
+        mx.synchronize()  # a run that was ended leaves a forward under way
         self._sessions.clear()
         self._wrapped.undo()
         del self._model
@@ -239,7 +238,12 @@ class MLXVerifier:
         if choices.log_p is None:
             return walk_coupled(rows, choose)
         log_p = np.array(choices.log_p)
-        return walk_rejection(rows, lambda row: log_p[row], law, position)
+
+        def distribution(row: int) -> FloatArray:
+            choose(row)
+            return cast(FloatArray, log_p[row])
+
+        return walk_rejection(rows, distribution, law, position)
 
     def _commit(self, scored: _Scored, accepted: Sequence[int]) -> None:
         at, path = self._sessions[scored.request.session], [0, *accepted]

@@ -15,8 +15,9 @@ from ondevice.coordinator import Coordinator
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, ContextOverflow
 from ondevice.policy import STRATEGIES
+from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
-from ondevice.session import Message, Options
+from ondevice.session import Options
 
 PROMPT = [9, 40, 77, 41, 9]
 SHORT = Options(max_tokens=16)

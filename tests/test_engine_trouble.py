@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import shutil
@@ -11,13 +12,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from ondevice.driver import UnitWorker
 from ondevice.engine import Engine
-from ondevice.errors import ArtifactError, BadRequest, UnitFailed
+from ondevice.errors import ArtifactError, BadRequest, Closed, UnitFailed
 from ondevice.policy import STRATEGIES
+from ondevice.prompt import Message
+from ondevice.sampling import SamplingParams
 from ondevice.session import Options
+from ondevice.worker import UnitWorker
 
 PROMPT = [9, 40, 77, 41, 9]
 SHORT = Options(max_tokens=16)
@@ -86,14 +90,16 @@ def test_a_verifier_that_fails_raises_and_the_engine_still_closes(tiny_pair):
         assert broken.generate(PROMPT, replace(SHORT, strategy="plain")).token_ids
 
 
-def test_close_in_the_middle_of_an_answer_leaves_no_thread(tiny_pair):
-    before = threading.active_count()
-    engine = Engine.open_folder(tiny_pair)
-    stream = engine.session().stream(PROMPT, Options(max_tokens=2000, strategy="plain"))
-    next(stream)
-    engine.close()
-    assert threading.active_count() == before
-    stream.close()
+def test_engines_closed_in_the_middle_of_an_answer_use_the_same_threads(tiny_pair):
+    counts = []
+    for _ in range(3):
+        engine = Engine.open_folder(tiny_pair)
+        stream = engine.session().stream(PROMPT, Options(max_tokens=2000, strategy="plain"))
+        next(stream)
+        engine.close()
+        stream.close()
+        counts.append(threading.active_count())
+    assert counts[1] == counts[2]
 
 
 def test_a_drafter_that_does_not_open_is_a_reason_not_an_error(tiny_pair, engine):
@@ -159,3 +165,201 @@ def test_tokenizer_files_that_were_changed_are_refused(tiny_pair, tmp_path):
     file.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ArtifactError, match="do not match their manifest"):
         Engine.open_folder(pair)
+
+
+class Paused:
+    """A verifier whose prefill, verify and run wait for the test before they begin."""
+
+    def __init__(self, unit) -> None:
+        self._unit = unit
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        self.run_tokens = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._unit, name)
+
+    def _wait(self) -> None:
+        self.begun.set()
+        assert self.may_go_on.wait(30)
+
+    def prefill(self, session, tokens, stopped):
+        self._wait()
+        return self._unit.prefill(session, tokens, stopped)
+
+    def verify(self, requests):
+        self._wait()
+        return self._unit.verify(requests)
+
+    def run(self, request, stopped):
+        for verdict in self._unit.run(request, stopped):
+            self.run_tokens += len(verdict.tokens)
+            yield verdict
+
+
+@pytest.fixture
+def paused(tiny_pair, engine) -> Iterator[tuple[Engine, Paused]]:
+    from ondevice.drafter import CoreMLDrafter
+    from ondevice.verifier import MLXVerifier
+
+    units: list[Paused] = []
+
+    def verifier():
+        units.append(Paused(MLXVerifier.open(tiny_pair / "verifier")))
+        return units[0]
+
+    def drafter():
+        return CoreMLDrafter.open(tiny_pair / "drafter", tiny_pair / "verifier")
+
+    made = Engine(engine.model.tokenizer, engine.model.end_tokens, verifier, drafter)
+    with made:
+        yield made, units[0]
+        units[0].may_go_on.set()
+
+
+class Reader(threading.Thread):
+    """Reads an answer on a thread of its own."""
+
+    def __init__(self, session, options: Options) -> None:
+        super().__init__(daemon=True)
+        self._session, self._options = session, options
+        self.answer = self.error = None
+
+    def run(self) -> None:
+        try:
+            self.answer = self._session.generate(PROMPT, self._options)
+        except Exception as error:
+            self.error = error
+
+    def joined(self):
+        """Its answer; fails when it hangs."""
+        self.join(30)
+        assert not self.is_alive(), "the reader hangs"
+        return self.answer
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", ["cancel", "session.close", "engine.close"])
+def test_whoever_ends_an_answer_from_outside_the_reader_gets_it(paused, strategy, what):
+    made, unit = paused
+    session = made.session()
+    reader = Reader(session, Options(max_tokens=3000, strategy=strategy))
+    reader.start()
+    assert unit.begun.wait(30)
+    if what == "engine.close":
+        closing = threading.Thread(target=made.close)
+        closing.start()
+    else:
+        closing = threading.Thread(target=session.cancel if what == "cancel" else session.close)
+        closing.start()
+        closing.join(30)
+    unit.may_go_on.set()
+    answer = reader.joined()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert answer.finish_reason == "cancelled"
+    assert len(answer.token_ids) < 100
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_answer_cancelled_in_its_prefill_leaves_the_next_one_right(paused, engine, strategy):
+    made, unit = paused
+    with made.session() as session:
+        reader = Reader(session, Options(max_tokens=50, strategy=strategy))
+        reader.start()
+        assert unit.begun.wait(30)
+        session.cancel()
+        unit.may_go_on.set()
+        assert reader.joined().token_ids == ()
+        assert session.generate(PROMPT, SHORT).token_ids == engine.generate(PROMPT, SHORT).token_ids
+
+
+def test_a_run_ends_with_its_answer(paused):
+    made, unit = paused
+    unit.may_go_on.set()
+    with made.session() as session:
+        whole = session.generate("talk", Options(max_tokens=30, strategy="plain"))
+        unit.run_tokens = 0
+        stop = whole.text[8:10]
+        session.clear()
+        session.generate("talk", Options(max_tokens=3000, stop=(stop,), strategy="plain"))
+        session._driver._verifier.call(lambda _: None)
+    assert unit.run_tokens < 300
+
+
+def test_astream_cancelled_at_once_does_not_write_the_answer(paused):
+    made, unit = paused
+    unit.may_go_on.set()
+
+    async def read() -> None:
+        with made.session() as session:
+            pieces = session.astream(PROMPT, Options(max_tokens=3000, strategy="plain"))
+            task = asyncio.ensure_future(anext(pieces))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(read())
+    assert unit.run_tokens < 300
+
+
+def test_use_after_close_is_named(tiny_pair):
+    engine = Engine.open_folder(tiny_pair)
+    session = engine.session()
+    held = session.stream(PROMPT, Options(max_tokens=3000))
+    next(held)
+    engine.close()
+    engine.close()
+    assert list(held)[-1].answer.finish_reason == "cancelled"
+    with pytest.raises(Closed):
+        session.generate(PROMPT, SHORT)
+    with pytest.raises(Closed):
+        engine.session()
+    with pytest.raises(Closed):
+        engine.generate(PROMPT, SHORT)
+
+
+def test_an_answer_stopped_before_its_first_word_leaves_the_conversation_alone(paused):
+    made, unit = paused
+    with made.session() as session:
+        stream = session.stream("hello", SHORT)
+        session.messages.append(Message(role="user", content="before"))
+        before = list(session.messages)
+        reading = threading.Thread(target=lambda: list(stream))
+        reading.start()
+        assert unit.begun.wait(30)
+        session.cancel()
+        unit.may_go_on.set()
+        reading.join(30)
+        assert session.messages == before
+
+
+class Nothing:
+    """A constraint that allows two tokens, then none."""
+
+    def start(self):
+        return 0
+
+    def advance(self, state, token):
+        return state + 1
+
+    def allowed(self, state):
+        return np.full(264, state < 2)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_constraint_that_allows_nothing_is_an_error_under_either_rule(engine, strategy, rule):
+    sampling = SamplingParams(temperature=1.0, seed=1, constraint=Nothing())
+    options = Options(sampling, 8, strategy=strategy, rule=rule)
+    with engine.session() as session, pytest.raises(UnitFailed, match="allows no token"):
+        session.generate(PROMPT, options)
+
+
+def test_a_damaged_generation_config_is_named(tiny_pair, tmp_path):
+    for content in ("{", "[]", "{}"):
+        pair = tmp_path / content.replace("{", "a").replace("[", "b")
+        shutil.copytree(tiny_pair, pair)
+        (pair / "verifier" / "generation_config.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ArtifactError, match="again"):
+            Engine.open_folder(pair)

@@ -25,13 +25,13 @@ MAX_MEDIAN_FUNCTION_LINES = 12
 # a dot is a whole package. A new module of the runtime must be given its room here.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "errors": ({"errors"}, set()),
-    "files": ({"artifact", "home", "blas"}, {"errors"}),
-    "records": ({"records", "rows", "text"}, {"errors"}),
+    "files": ({"artifact", "verifierfolder", "home", "blas"}, {"errors"}),
+    "records": ({"records", "rows", "text", "prompt"}, {"errors"}),
     "tree": ({"tree", "sampling", "sampling_mlx", "units", "lane"}, {"errors", "records"}),
     "policy": ({"policy"}, {"errors", "records", "tree"}),
     "coordinator": ({"coordinator"}, {"errors", "records", "tree", "policy"}),
     "driver": (
-        {"driver", "simulate", "statistics"},
+        {"driver", "simulate", "statistics", "worker"},
         {"errors", "records", "tree", "policy", "coordinator"},
     ),
     "models": ({"models."}, {"errors"}),

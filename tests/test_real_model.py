@@ -10,8 +10,9 @@ from ondevice.apps.comparison import compare
 from ondevice.apps.prompts import PROMPTS
 from ondevice.engine import Engine
 from ondevice.policy import STRATEGIES
+from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
-from ondevice.session import Message, Options
+from ondevice.session import Options
 
 MESSAGE = "What is the capital of France?"
 

@@ -72,7 +72,7 @@ def test_cuts_equal_their_definition(logits, temperature, top_k, top_p, min_p):
     kept = np.argsort(-p, kind="stable")
     sure: list[int] = []  # kept however rounding falls
     if 0 < top_k < p.size:
-        kept = kept[:top_k]
+        kept = kept[logits[kept] >= np.sort(logits)[-top_k]]  # ties with the last are kept
     mass = p[kept] / p[kept].sum()
     before = np.cumsum(mass) - mass
     kept = kept[before < top_p + 1e-4] if top_p < 1 else kept
