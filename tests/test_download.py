@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ondevice.converters import download
 from ondevice.converters.download import fetch_weights
 from ondevice.converters.progress import Reporter
 from ondevice.errors import CacheUnwritable, DownloadError
@@ -148,7 +149,45 @@ def test_no_network_is_one_line_that_says_so(
     monkeypatch.delenv("PIP_FIND_LINKS")
     monkeypatch.setenv("PIP_RETRIES", "1")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    assert "no connection" in _refusal(DownloadError, _source(wheel), tmp_path / "downloads")
+    line = _refusal(DownloadError, _source(wheel), tmp_path / "downloads")
+    assert "no connection to the package index (127.0.0.1: Connection refused); check" in line
+    assert "Error(" not in line
+
+
+def test_an_index_that_speaks_no_tls_is_one_line_that_says_so(
+    wheel: Path, tmp_path: Path, serve: Callable[[Index], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(Index(wheel, sent_bytes=0))
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("PIP_INDEX_URL", os.environ["PIP_INDEX_URL"].replace("http:", "https:"))
+    line = _refusal(DownloadError, _source(wheel), tmp_path / "downloads")
+    assert "no secure connection to the package index; check" in line
+    assert "Error(" not in line
+
+
+@pytest.mark.parametrize(
+    ("broken_by", "reason"),
+    [
+        (
+            "ReadTimeoutError(\"HTTPSConnectionPool(host='index.example', port=443): Read timed "
+            'out. (read timeout=15.0)")',
+            "the package index does not answer (index.example)",
+        ),
+        (
+            "ProxyError('Unable to connect to proxy', OSError('Tunnel connection failed: 403 "
+            "Forbidden'))",
+            "no connection to the proxy",
+        ),
+        (
+            "NewConnectionError('<pip._vendor.urllib3.connection.HTTPSConnection object at 0x10>: "
+            "Failed to establish a new connection: [Errno 8] nodename nor servname provided')",
+            "no connection to the package index (nodename nor servname provided)",
+        ),
+    ],
+)
+def test_what_breaks_a_connection_is_said_in_words(broken_by: str, reason: str) -> None:
+    line = f"WARNING: Retrying (Retry(total=0)) after connection broken by '{broken_by}': /simple/"
+    assert download._reason(1, ["Looking in indexes", line]) == reason
 
 
 def test_without_pip_the_line_says_how_to_get_it(
@@ -234,8 +273,6 @@ def serve(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[In
 def test_the_user_s_index_is_used_and_progress_reaches_the_whole(
     wheel: Path, tmp_path: Path, serve: Callable[[Index], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ondevice.converters import download
-
     serve(Index(wheel, sent_bytes=10**9))
     seen: list[tuple[int, int]] = []
     (tmp_path / "scratch").mkdir()
