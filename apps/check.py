@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ from ondevice.apps.comparison import SEED, Difference, Report, Tally, answers_ne
 from ondevice.apps.margin import NEAR_TIE
 from ondevice.apps.opening import open_engine
 from ondevice.apps.prompts import PROMPTS
-from ondevice.apps.terminal import figure, notes, results
+from ondevice.apps.terminal import figure, note, notes, results
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest
 from ondevice.session import Options
 
 QUICK_PROMPTS, QUICK_TOKENS = 5, 32
+LINES = 10
+"""How many lines of progress a whole check writes where there is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,28 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def _compare(engine: Engine, prompts: Sequence[str], max_tokens: int) -> Report:
+    with _counting(answers_needed(prompts)) as count:
+        return compare(engine, prompts, max_tokens, count)
+
+
+@contextmanager
+def _counting(total: int) -> Iterator[Callable[[], None]]:
+    """The function to call after each answer: it moves a bar, or writes a line now and then."""
     console = notes()
+    if not console.is_terminal:
+        answers = itertools.count(1)
+        yield lambda: _count_line(next(answers), total)
+        return
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("answers", total=answers_needed(prompts))
-        return compare(engine, prompts, max_tokens, lambda: progress.advance(task))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("answers", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _count_line(done: int, total: int) -> None:
+    """A line for a log, so that it does not look hung, at every tenth of the work."""
+    if done * LINES // total > (done - 1) * LINES // total:
+        note(f"check: {done} of {total} answers")
 
 
 def as_json(report: Report, pair: str, prompts: int, max_tokens: int) -> dict[str, Any]:
