@@ -16,7 +16,6 @@ from ondevice.artifact import (
     DrafterManifest,
     PairManifest,
     VerifierManifest,
-    file_sha256,
 )
 from ondevice.coreml import package as coreml
 from ondevice.coreml.lint import lint
@@ -24,6 +23,7 @@ from ondevice.coreml.ops import CONSTEXPR
 from ondevice.errors import ArtifactError
 from ondevice.home import pairs_folder
 from ondevice.models.pairs import pair_names
+from ondevice.verifierfolder import check_verifier_folder, check_verifier_weights
 
 Facts = dict[str, Any]
 
@@ -84,11 +84,17 @@ def _verifier(path: Path) -> Facts:
         "path": str(path),
         "manifest": manifest.model_dump(),
         "bytes": _bytes(path),
-        "matches_manifest": all(
-            (path / name).is_file() and file_sha256(path / name) == expected
-            for name, expected in manifest.weights_sha256.items()
-        ),
+        "matches_manifest": _is_whole(path, manifest),
     }
+
+
+def _is_whole(path: Path, manifest: VerifierManifest) -> bool:
+    try:
+        check_verifier_folder(path)
+        check_verifier_weights(path, manifest)
+    except ArtifactError:
+        return False
+    return True
 
 
 def _drafter(path: Path) -> Facts:

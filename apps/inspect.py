@@ -54,7 +54,7 @@ def _print_verifier(console: Console, verifier: Facts) -> None:
         ("weights", f"{manifest['dtype']}, {megabytes(verifier['bytes'])}"),
         ("context", f"{manifest['context']} tokens"),
         ("vocabulary", f"{manifest['vocab_size']} tokens"),
-        *((name, short(sha256)) for name, sha256 in manifest["weights_sha256"].items()),
+        *((name, short(sha256)) for name, sha256 in manifest["files_sha256"].items()),
         *_origin(verifier),
     ]
     _print_rows(console, f"verifier {verifier['path']}", rows)

@@ -9,11 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ondevice.artifact import VERIFIER_FILE, VerifierManifest, file_sha256, replacing
+from ondevice.artifact import VERIFIER_FILE, VerifierManifest, replacing
 from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
 from ondevice.converters.progress import Progress
 from ondevice.converters.tokenizer import save_tokenizer
 from ondevice.models.config import ModelConfig
+from ondevice.verifierfolder import files_sha256
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -40,13 +41,13 @@ def write_verifier(
         _write_json(scratch / "config.json", mlx_config(checkpoint, dtype))
         _write_json(scratch / "generation_config.json", _generation_config(checkpoint))
         save_tokenizer(checkpoint.tokenizer, scratch)
-        hashes = _write_weights(checkpoint, scratch, dtype, progress, shard_bytes)
+        _write_weights(checkpoint, scratch, dtype, progress, shard_bytes)
         manifest = VerifierManifest(
             family=checkpoint.config.family,
             dtype=dtype,
             context=checkpoint.config.context,
             vocab_size=checkpoint.config.vocab_size,
-            weights_sha256=hashes,
+            files_sha256=files_sha256(scratch),
             tokenizer_sha256=checkpoint.tokenizer_sha256,
             sources=checkpoint.sources,
             converter_version=version("ondevice"),
@@ -112,8 +113,8 @@ def _write_weights(
     dtype: Dtype,
     progress: Progress | None,
     shard_bytes: int,
-) -> dict[str, str]:
-    """Write the shards and, for several, their index; sha256 of each by file name."""
+) -> None:
+    """Write the shards and, for several, their index."""
     import mlx.core as mx
 
     target = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}[dtype]
@@ -121,7 +122,6 @@ def _write_weights(
     total_bytes, done_bytes = sum(sizes.values()), 0
     plan = plan_shards(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
-    hashes: dict[str, str] = {}
     for number, names in enumerate(plan, start=1):
         shard = "model.safetensors"
         if len(plan) > 1:
@@ -134,12 +134,10 @@ def _write_weights(
             if progress is not None:
                 progress(done_bytes, total_bytes)
         _save(folder / shard, tensors)
-        hashes[shard] = file_sha256(folder / shard)
         weight_map |= dict.fromkeys(names, shard)
     if len(plan) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-    return hashes
 
 
 def _save(file: Path, tensors: dict[str, mx.array]) -> None:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ondevice.errors import ArtifactError, CacheUnwritable
 
@@ -43,8 +43,10 @@ class Manifest(BaseModel):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            # An OSError's text would repeat the path.
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ArtifactError(
-                f"no readable manifest at {path} ({error}); convert the pair again"
+                f"no readable manifest at {path} ({reason}); convert the pair again"
             ) from error
         try:
             return cls.model_validate_json(text)
@@ -139,14 +141,18 @@ class DrafterManifest(Manifest):
 
 
 class VerifierManifest(Manifest):
-    """The MLX folder's own record, beside mlx-lm's files."""
+    """The MLX folder's own record, beside the files that mlx-lm and transformers read.
 
-    format: Literal["ondevice-verifier-1"] = "ondevice-verifier-1"
+    `files_sha256` names every one of them, by its path inside the folder: weights and their index,
+    configurations, tokenizer and chat template.
+    """
+
+    format: Literal["ondevice-verifier-2"] = "ondevice-verifier-2"
     family: str
     dtype: str
     context: int
     vocab_size: int
-    weights_sha256: dict[str, str]
+    files_sha256: dict[str, str] = Field(min_length=1)
     tokenizer_sha256: str
     sources: list[SourceFile]
     converter_version: str

@@ -18,6 +18,7 @@ from ondevice.coreml.package import Package, ops_digest, weights_digest
 from ondevice.coreml.runtime import CoreMLRuntime, TensorSpec
 from ondevice.embeddings import Embedding
 from ondevice.errors import ArtifactError
+from ondevice.verifierfolder import weight_files
 
 RuntimeFactory = Callable[[Path], CoreMLRuntime]
 
@@ -43,7 +44,7 @@ def load_drafter(
     verifier = VerifierManifest.read(verifier_folder / VERIFIER_FILE)
     _check_verifier(folder, manifest, verifier)
     _check_package(folder / DRAFTER_PACKAGE, manifest)
-    files = sorted(verifier_folder.glob("*.safetensors"))
+    files = weight_files(verifier_folder, verifier)
     if manifest.embedding_in == "drafter":
         files = [folder / DRAFTER_EMBEDDING]
     embedding = Embedding.open(files, manifest.embedding_tensor, manifest.embedding_sha256)

@@ -10,8 +10,9 @@ from typing import Any
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import load_model
 
-from ondevice.artifact import VERIFIER_FILE, VerifierManifest, file_sha256
+from ondevice.artifact import VERIFIER_FILE
 from ondevice.errors import ArtifactError, UnsupportedModel
+from ondevice.verifierfolder import check_verifier_folder, check_verifier_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,12 @@ class LoadedModel:
 def load_folder(folder: Path) -> LoadedModel:
     """Load an MLX folder onto the calling thread's device.
 
-    Raises ArtifactError for a folder that is incomplete or damaged, or whose weights do not match
+    Raises ArtifactError for a folder that is incomplete or damaged, or whose files do not match
     its manifest (a folder that mlx-lm made has none); UnsupportedModel for a family mlx-lm lacks.
     """
+    if (folder / VERIFIER_FILE).exists():
+        check_verifier_weights(folder, check_verifier_folder(folder))
     config = _read_config(folder)
-    _check_manifest(folder)
     try:
         model, _ = load_model(folder)
     except ValueError as error:
@@ -54,31 +56,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else _one_line(error)
         raise ArtifactError(
-            f"{folder} is not an MLX model folder: config.json: {_one_line(error)}; "
-            "make one with ondevice.converters.verifier"
+            f"{folder} is no MLX model folder: its config.json cannot be read ({reason}); "
+            "convert the pair again"
         ) from error
     if not isinstance(config, dict):
         raise ArtifactError(
             f"{folder / 'config.json'} is not a JSON object; convert the pair again"
         )
     return config
-
-
-def _check_manifest(folder: Path) -> None:
-    if not (folder / VERIFIER_FILE).exists():
-        return
-    manifest = VerifierManifest.read(folder / VERIFIER_FILE)
-    for name, expected in manifest.weights_sha256.items():
-        path = folder / name
-        if not path.is_file():
-            raise ArtifactError(f"{path} is missing, its manifest names it; convert the pair again")
-        found = file_sha256(path)
-        if found != expected:
-            raise ArtifactError(
-                f"{path} does not match its manifest: sha256 expected {expected[:12]}, "
-                f"got {found[:12]}; convert the pair again"
-            )
 
 
 def _damaged(folder: Path, error: Exception) -> ArtifactError:

@@ -73,7 +73,8 @@ def test_sharded_folder_is_the_same_model(
     manifest = write_verifier(tiny_checkpoint, tmp_path / "verifier", shard_bytes=100_000)
     shards = sorted(file.name for file in (tmp_path / "verifier").glob("*.safetensors"))
     assert len(shards) > 2
-    assert shards == sorted(manifest.weights_sha256)
+    assert shards == sorted(name for name in manifest.files_sha256 if name in shards)
+    assert "model.safetensors.index.json" in manifest.files_sha256
     np.testing.assert_array_equal(
         _mlx_logits(tmp_path / "verifier", TOKENS), _mlx_logits(tiny_verifier_folder, TOKENS)
     )
@@ -91,8 +92,17 @@ def test_manifest_names_sources_tokenizer_and_the_bytes_written(
     tiny_checkpoint: Checkpoint, tiny_verifier_folder: Path
 ) -> None:
     manifest = VerifierManifest.read(tiny_verifier_folder / VERIFIER_FILE)
-    weights = tiny_verifier_folder / "model.safetensors"
-    assert manifest.weights_sha256 == {"model.safetensors": file_sha256(weights)}
+    assert manifest.files_sha256 == {
+        name: file_sha256(tiny_verifier_folder / name)
+        for name in (
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        )
+    }
     assert manifest.tokenizer_sha256 == tiny_checkpoint.tokenizer_sha256
     assert {source.name for source in manifest.sources} == {
         "config.json",

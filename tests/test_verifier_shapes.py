@@ -185,7 +185,9 @@ def test_a_folder_that_mlx_lm_made_has_no_manifest_and_opens(folder):
 
 def test_a_folder_without_config_is_refused(folder):
     (folder / "config.json").unlink()
-    refused(folder, ArtifactError, "is not an MLX model folder: config.json")
+    refused(folder, ArtifactError, "config.json is missing, its manifest names it")
+    (folder / VERIFIER_FILE).unlink()
+    refused(folder, ArtifactError, r"its config.json cannot be read \(No such file or directory\)")
 
 
 def test_weights_that_do_not_match_their_manifest_are_refused(folder):
@@ -221,6 +223,7 @@ def test_truncated_weights_are_refused_even_without_a_manifest(folder):
     ids=["family", "vocabulary", "hidden size", "context"],
 )
 def test_a_configuration_that_does_not_fit_is_refused(folder, change, error, message):
+    (folder / VERIFIER_FILE).unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     refused(folder, error, message)
