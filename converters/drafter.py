@@ -17,6 +17,7 @@ from ondevice.artifact import (
     ParityResult,
     RopeManifest,
     VerifierManifest,
+    check_tokenizer,
     replacing,
 )
 from ondevice.converters.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ from ondevice.converters.parity import check_parity
 from ondevice.converters.progress import Progress
 from ondevice.coreml.lint import lint
 from ondevice.coreml.package import Package, ops_digest, weights_digest
-from ondevice.errors import ArtifactError, BadRequest, RuntimeFailure
+from ondevice.errors import BadRequest, RuntimeFailure
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_graph import DrafterFunction
 from ondevice.models.drafter_weights import folded, head_partition
@@ -57,7 +58,10 @@ def convert_drafter(
     compute what mlx-lm does.
     """
     _check_request(checkpoint.config, layers, row_counts, context_sizes)
-    _check_verifier(checkpoint, verifier_folder)
+    verifier = VerifierManifest.read(verifier_folder / VERIFIER_FILE)
+    check_tokenizer(
+        f"the drafter's source {checkpoint.label}", checkpoint.tokenizer_sha256, verifier
+    )
     config = checkpoint.config.with_layers(len(layers))
     functions = [
         DrafterFunction(config, rows, context) for rows in row_counts for context in context_sizes
@@ -144,16 +148,6 @@ def _check_request(
         raise BadRequest(
             f"drafter context sizes: expected different multiples of {CONTEXT_MULTIPLE}, "
             f"got {list(context_sizes)}"
-        )
-
-
-def _check_verifier(checkpoint: Checkpoint, folder: Path) -> None:
-    verifier = VerifierManifest.read(folder / VERIFIER_FILE)
-    if verifier.tokenizer_sha256 != checkpoint.tokenizer_sha256:
-        raise ArtifactError(
-            f"{checkpoint.label} and the verifier in {folder}: expected one tokenizer, got "
-            f"{checkpoint.tokenizer_sha256[:12]} and {verifier.tokenizer_sha256[:12]}; "
-            "draft with a model of the verifier's own family"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -47,13 +48,14 @@ def prepare_pair(name_or_folder: str | Path, *, quiet: bool = False, rebuild: bo
     name = str(name_or_folder)
     if name in pair_names():
         return _prepare_known(name, Reporter(quiet), rebuild)
-    folder = Path(name_or_folder).expanduser()
-    if (folder / PAIR_FILE).is_file():
-        return folder
-    if folder.is_dir():
+    # os.path answers False where pathlib raises: a name too long for a path, an unknown ~user.
+    folder = os.path.expanduser(name)
+    if name and os.path.isfile(os.path.join(folder, PAIR_FILE)):
+        return Path(folder)
+    if os.path.exists(folder):
         raise UnknownPair(
-            f"{folder} is no pair: expected {PAIR_FILE} in it, got none; make one with "
-            f"ondevice.converters.pair.write_pair, or give one of {', '.join(pair_names())}"
+            f"{folder} is no pair: expected a folder with {PAIR_FILE}; "
+            f"known pairs: {', '.join(pair_names())}"
         )
     known_pair(name)
     raise AssertionError("known_pair knows a name that pair_names does not list")
@@ -123,10 +125,18 @@ def _build(name: str, pair: Pair, folder: Path, reporter: Reporter, rebuild: boo
 
 def _complete(folder: Path, pair: Pair) -> bool:
     return (
-        (folder / PAIR_FILE).is_file()
+        _named_parts(folder) == (VERIFIER_FOLDER, DRAFTER_FOLDER)
         and _verifier_current(folder, pair)
         and _drafter_current(folder, pair)
     )
+
+
+def _named_parts(folder: Path) -> tuple[str, str | None] | None:
+    try:
+        manifest = PairManifest.read(folder / PAIR_FILE)
+    except ArtifactError:
+        return None
+    return manifest.verifier, manifest.drafter
 
 
 def _verifier_current(folder: Path, pair: Pair) -> bool:

@@ -16,9 +16,10 @@ What the graph promises besides the numbers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -36,6 +37,63 @@ from ondevice.models.mil import FP16_MAX, FunctionSource, Half, Scope, Var
 Shapes = dict[str, tuple[int, ...]]
 
 
+class DrafterSizes(Protocol):
+    """What the shapes of a drafter depend on."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of an embedding row."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the drafter."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+
+
+def input_shapes(sizes: DrafterSizes, rows: int, context: int) -> Shapes:
+    """Names and shapes of a function's inputs, all fp16.
+
+    x: embeddings; cos, sin: `ondevice.models.rope.cos_sin`; mask over the slots and mask_new over
+    this step's rows (row, column): 0 where a row sees, MASKED where not; k_i, v_i: the slots of
+    layer i.
+    """
+    angles = (1, 1, sizes.head_dim, rows)
+    cache = (1, sizes.num_kv_heads, context, sizes.head_dim)
+    shapes: Shapes = {
+        "x": (1, sizes.hidden_size, 1, rows),
+        "cos": angles,
+        "sin": angles,
+        "mask": (1, 1, rows, context),
+        "mask_new": (1, 1, rows, rows),
+    }
+    for layer in range(sizes.num_layers):
+        shapes |= {f"k_{layer}": cache, f"v_{layer}": cache}
+    return shapes
+
+
+def output_shapes(sizes: DrafterSizes, rows: int, logit_rows: Sequence[int]) -> Shapes:
+    """Names and shapes of a function's outputs, all fp16.
+
+    k_new (after RoPE), v_new: this step's rows for the slots; logits_i: part i of the vocabulary,
+    `logit_rows[i]` of it (`head_partition`); chunk_max_i: maximum of each 128 logits, chunk_sum_i:
+    sum of exp(logit - that maximum).
+    """
+    new = (sizes.num_layers, sizes.num_kv_heads, rows, sizes.head_dim)
+    shapes: Shapes = {"k_new": new, "v_new": new}
+    for part, logits in enumerate(logit_rows):
+        chunks = (1, logits // CHUNK_ROWS, 1, rows)
+        shapes[f"logits_{part}"] = (1, logits, 1, rows)
+        shapes |= {f"chunk_max_{part}": chunks, f"chunk_sum_{part}": chunks}
+    return shapes
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterFunction:
     """One function: `config` (num_layers is the drafter's), T = `rows`, S = `context` slots."""
@@ -50,41 +108,12 @@ class DrafterFunction:
         return f"t{self.rows}_s{self.context}"
 
     def inputs(self) -> Shapes:
-        """Names and shapes of the inputs, all fp16.
-
-        x: embeddings; cos, sin: `ondevice.models.rope.cos_sin`; mask over the slots and mask_new
-        over this step's rows (row, column): 0 where a row sees, MASKED where not; k_i, v_i: the
-        slots of layer i.
-        """
-        config, rows = self.config, self.rows
-        angles = (1, 1, config.head_dim, rows)
-        cache = (1, config.num_kv_heads, self.context, config.head_dim)
-        shapes: Shapes = {
-            "x": (1, config.hidden_size, 1, rows),
-            "cos": angles,
-            "sin": angles,
-            "mask": (1, 1, rows, self.context),
-            "mask_new": (1, 1, rows, rows),
-        }
-        for layer in range(config.num_layers):
-            shapes |= {f"k_{layer}": cache, f"v_{layer}": cache}
-        return shapes
+        """Names and shapes of the inputs: `input_shapes`."""
+        return input_shapes(self.config, self.rows, self.context)
 
     def outputs(self) -> Shapes:
-        """Names and shapes of the outputs, all fp16.
-
-        k_new (after RoPE), v_new: this step's rows for the slots; logits_i: part i of the
-        vocabulary (`head_partition`); chunk_max_i: maximum of each 128 logits, chunk_sum_i: sum of
-        exp(logit - that maximum).
-        """
-        config, rows = self.config, self.rows
-        new = (config.num_layers, config.num_kv_heads, rows, config.head_dim)
-        shapes: Shapes = {"k_new": new, "v_new": new}
-        for part, logits in enumerate(head_partition(config.vocab_size)):
-            chunks = (1, logits // CHUNK_ROWS, 1, rows)
-            shapes[f"logits_{part}"] = (1, logits, 1, rows)
-            shapes |= {f"chunk_max_{part}": chunks, f"chunk_sum_{part}": chunks}
-        return shapes
+        """Names and shapes of the outputs: `output_shapes`."""
+        return output_shapes(self.config, self.rows, head_partition(self.config.vocab_size))
 
     def source(self, weights: DrafterWeights) -> FunctionSource:
         """The function with `weights`, to be built by `ondevice.models.mil.program`."""

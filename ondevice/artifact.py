@@ -19,9 +19,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from ondevice.errors import ArtifactError, CacheUnwritable
 
@@ -30,6 +39,26 @@ VERIFIER_FILE = "ondevice.json"
 DRAFTER_FILE = "drafter.json"
 DRAFTER_PACKAGE = "drafter.mlpackage"
 DRAFTER_EMBEDDING = "embedding.safetensors"
+
+
+def _different(values: list[int]) -> list[int]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"expected different values, got {values}")
+    return values
+
+
+def _plain_name(name: str) -> str:
+    if name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise ValueError(f"expected the name of a folder inside the pair, got {name!r}")
+    return name
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
+DifferentSizes = Annotated[Sizes, AfterValidator(_different)]
+Indices = Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_different)]
+PlainName = Annotated[str, AfterValidator(_plain_name)]
 
 
 class Manifest(BaseModel):
@@ -53,8 +82,9 @@ class Manifest(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
+            what = first["msg"].removeprefix("Value error, ")
             raise ArtifactError(
-                f"{path.name} in {path.parent} is not a valid manifest: {where}: {first['msg']}; "
+                f"{path.name} in {path.parent} is not a valid manifest: {where}: {what}; "
                 "convert the pair again"
             ) from error
 
@@ -75,20 +105,30 @@ class FunctionShape(Manifest):
     """One drafter function: `rows` tokens a step over `context` slots; names and shapes."""
 
     name: str
-    rows: int
-    context: int
+    rows: PositiveInt
+    context: PositiveInt
     inputs: dict[str, list[int]]
     outputs: dict[str, list[int]]
 
 
 class RopeManifest(Manifest):
-    """What the host needs to compute `cos` and `sin`."""
+    """What the host needs to compute `cos` and `sin`; all but `theta` None for plain RoPE."""
 
-    theta: float
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_context: int | None = None
+    theta: AtLeastOne
+    factor: AtLeastOne | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_context: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        scaling = (self.factor, low, high, self.original_context)
+        if scaling.count(None) not in (0, len(scaling)):
+            raise ValueError("expected all parameters of a scaling or none")
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"expected low_freq_factor below high_freq_factor, got {low}, {high}")
+        return self
 
 
 class ParityResult(Manifest):
@@ -104,7 +144,7 @@ class DrafterManifest(Manifest):
     """Everything a runtime needs to run a drafter package, and to refuse a wrong one.
 
     `row_to_token` maps a logit row to a verifier token id; None is the identity. `logit_rows` are
-    the rows of each logits output: together `vocab_size`, or up to 127 more, which are padding with
+    the rows of each logits output: together `head_rows`, or up to 127 more, which are padding with
     logit -1e4. `embedding_in` says where the host finds the input rows: `embedding_tensor` of the
     verifier's safetensors, or of DRAFTER_EMBEDDING beside this manifest, to be rounded to fp16;
     `embedding_sha256` is that of the tensor's bytes as stored. `weights_sha256` is that of
@@ -114,19 +154,19 @@ class DrafterManifest(Manifest):
 
     format: Literal["ondevice-drafter-1"] = "ondevice-drafter-1"
     family: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: int = Field(gt=0, multiple_of=2)
+    vocab_size: PositiveInt
     rope: RopeManifest
-    layers: list[int]
-    row_counts: list[int]
-    context_sizes: list[int]
+    layers: Indices
+    row_counts: DifferentSizes
+    context_sizes: DifferentSizes
     functions: list[FunctionShape]
-    logit_rows: list[int]
-    row_to_token: list[int] | None = None
+    logit_rows: Sizes
+    row_to_token: Indices | None = None
     embedding_in: Literal["verifier", "drafter"]
     embedding_tensor: str
     embedding_sha256: str
@@ -138,6 +178,28 @@ class DrafterManifest(Manifest):
     converter_version: str
     parity: ParityResult | None = None
     lint: list[str] = []
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if len(self.layers) != self.num_layers:
+            raise ValueError(f"expected {self.num_layers} layers, got {self.layers}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} of keys")
+        expected = {(rows, size) for rows in self.row_counts for size in self.context_sizes}
+        found = [(function.rows, function.context) for function in self.functions]
+        if sorted(expected) != sorted(found):
+            raise ValueError(
+                "expected one function for each of the row_counts and context_sizes, got (rows, "
+                f"context) {found}"
+            )
+        if max(self.row_to_token or [0]) >= self.vocab_size:
+            raise ValueError(f"row_to_token: expected tokens below {self.vocab_size}")
+        return self
+
+    @property
+    def head_rows(self) -> int:
+        """Logit rows that stand for a token; those after them are padding."""
+        return self.vocab_size if self.row_to_token is None else len(self.row_to_token)
 
 
 class VerifierManifest(Manifest):
@@ -163,9 +225,22 @@ class PairManifest(Manifest):
 
     format: Literal["ondevice-pair-1"] = "ondevice-pair-1"
     name: str
-    verifier: str = "verifier"
-    drafter: str | None = "drafter"
+    verifier: PlainName = "verifier"
+    drafter: PlainName | None = "drafter"
     tokenizer_sha256: str
+
+
+def check_tokenizer(what: str, tokenizer_sha256: str, verifier: VerifierManifest) -> None:
+    """Raise ArtifactError unless `what`, made for one tokenizer, fits the verifier's.
+
+    what: "the drafter in FOLDER", the message's first words. tokenizer_sha256: the tokenizer that
+    it was made for, as `tokenizer_digest` has it.
+    """
+    if tokenizer_sha256 != verifier.tokenizer_sha256:
+        raise ArtifactError(
+            f"{what} is for tokenizer {tokenizer_sha256[:12]}, expected the verifier's, "
+            f"{verifier.tokenizer_sha256[:12]}; convert the pair again from models that share one"
+        )
 
 
 def file_sha256(path: Path) -> str:

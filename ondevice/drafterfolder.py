@@ -13,11 +13,14 @@ from ondevice.artifact import (
     VERIFIER_FILE,
     DrafterManifest,
     VerifierManifest,
+    check_tokenizer,
 )
 from ondevice.coreml.package import Package, ops_digest, weights_digest
-from ondevice.coreml.runtime import CoreMLRuntime, TensorSpec
+from ondevice.coreml.runtime import CoreMLRuntime
 from ondevice.embeddings import Embedding
 from ondevice.errors import ArtifactError
+from ondevice.models.drafter_graph import input_shapes, output_shapes
+from ondevice.models.drafter_weights import head_partition
 from ondevice.verifierfolder import weight_files
 
 RuntimeFactory = Callable[[Path], CoreMLRuntime]
@@ -43,6 +46,7 @@ def load_drafter(
     manifest = DrafterManifest.read(folder / DRAFTER_FILE)
     verifier = VerifierManifest.read(verifier_folder / VERIFIER_FILE)
     _check_verifier(folder, manifest, verifier)
+    _check_sizes(folder, manifest)
     _check_package(folder / DRAFTER_PACKAGE, manifest)
     files = weight_files(verifier_folder, verifier)
     if manifest.embedding_in == "drafter":
@@ -70,12 +74,7 @@ def _emulator(path: Path) -> CoreMLRuntime:
 
 
 def _check_verifier(folder: Path, manifest: DrafterManifest, verifier: VerifierManifest) -> None:
-    if manifest.tokenizer_sha256 != verifier.tokenizer_sha256:
-        raise ArtifactError(
-            f"the drafter in {folder} was built for tokenizer {manifest.tokenizer_sha256[:12]}, "
-            f"the verifier uses {verifier.tokenizer_sha256[:12]}; convert the drafter again from a "
-            "model with the verifier's tokenizer"
-        )
+    check_tokenizer(f"the drafter in {folder}", manifest.tokenizer_sha256, verifier)
     if manifest.vocab_size != verifier.vocab_size:
         raise ArtifactError(
             f"the drafter in {folder} has {manifest.vocab_size} tokens, the verifier "
@@ -96,29 +95,46 @@ def _check_package(path: Path, manifest: DrafterManifest) -> None:
             )
 
 
+def _check_sizes(folder: Path, manifest: DrafterManifest) -> None:
+    """The functions as the manifest describes them have the shapes that its own sizes give."""
+    expected = head_partition(manifest.head_rows)
+    if manifest.logit_rows != expected:
+        raise ArtifactError(
+            f"the drafter in {folder} states logit_rows {manifest.logit_rows}, expected {expected} "
+            f"for {manifest.head_rows} rows; convert the drafter again"
+        )
+    for shape in manifest.functions:
+        inputs = input_shapes(manifest, shape.rows, shape.context)
+        outputs = output_shapes(manifest, shape.rows, expected)
+        _check_shapes(folder, shape.name, shape.inputs, inputs, "its sizes give")
+        _check_shapes(folder, shape.name, shape.outputs, outputs, "its sizes give")
+
+
 def _check_functions(folder: Path, manifest: DrafterManifest, runtime: CoreMLRuntime) -> None:
-    stated = {(shape.rows, shape.context): shape for shape in manifest.functions}
-    for rows in manifest.row_counts:
-        for context in manifest.context_sizes:
-            shape = stated.get((rows, context))
-            signature = None if shape is None else runtime.functions.get(shape.name)
-            if shape is None or signature is None:
-                raise ArtifactError(
-                    f"the drafter in {folder} has no function for {rows} rows and {context} slots "
-                    "that its manifest announces; convert the drafter again"
-                )
-            _check_shapes(folder, shape.name, shape.inputs, signature.inputs)
-            _check_shapes(folder, shape.name, shape.outputs, signature.outputs)
+    for shape in manifest.functions:
+        signature = runtime.functions.get(shape.name)
+        if signature is None:
+            raise ArtifactError(
+                f"the drafter in {folder} has no function {shape.name} for {shape.rows} rows and "
+                f"{shape.context} slots that its manifest announces; convert the drafter again"
+            )
+        inputs = {name: spec.shape for name, spec in signature.inputs.items()}
+        outputs = {name: spec.shape for name, spec in signature.outputs.items()}
+        _check_shapes(folder, shape.name, shape.inputs, inputs, "its package has")
+        _check_shapes(folder, shape.name, shape.outputs, outputs, "its package has")
 
 
 def _check_shapes(
-    folder: Path, function: str, stated: Mapping[str, list[int]], found: Mapping[str, TensorSpec]
+    folder: Path,
+    function: str,
+    stated: Mapping[str, list[int]],
+    found: Mapping[str, tuple[int, ...]],
+    where: str,
 ) -> None:
     for name in sorted(stated.keys() | found.keys()):
-        expected = stated.get(name)
-        got = list(found[name].shape) if name in found else None
-        if got != expected:
+        got = list(found[name]) if name in found else None
+        if got != stated.get(name):
             raise ArtifactError(
-                f"{function} of the drafter in {folder}: the shape of {name} is {got}, its "
-                f"manifest says {expected}; convert the drafter again"
+                f"{function} of the drafter in {folder}: the shape of {name} is "
+                f"{stated.get(name)} in its manifest, {where} {got}; convert the drafter again"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.artifact import replacing, unwritable
-from ondevice.errors import CacheUnwritable
+from ondevice.artifact import PairManifest, VerifierManifest, check_tokenizer, replacing, unwritable
+from ondevice.errors import ArtifactError, CacheUnwritable
 from ondevice.home import make_writable
 
 
@@ -123,3 +124,38 @@ def test_a_file_system_that_refuses_folders_is_no_full_disk() -> None:
     with pytest.raises(CacheUnwritable) as caught:
         make_writable(Path("/proc/ondevice"))
     assert "free space" not in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["verifier", "drafter"])
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a\\b", "a\0b"])
+def test_parts_of_a_pair_are_plain_names_inside_it(tmp_path: Path, part: str, name: str) -> None:
+    content = {"name": "x", "tokenizer_sha256": "0" * 64}
+    file = tmp_path / "pair.json"
+    file.write_text(json.dumps(content | {part: "other.name"}))
+    assert getattr(PairManifest.read(file), part) == "other.name"
+    file.write_text(json.dumps(content | {part: name}))
+    with pytest.raises(ArtifactError, match="inside the pair") as caught:
+        PairManifest.read(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_that_cannot_be_read_names_its_path_once(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        PairManifest.read(tmp_path / "pair.json")
+    assert str(caught.value).count(str(tmp_path)) == 1
+
+
+def test_what_is_for_another_tokenizer_is_refused_by_name() -> None:
+    verifier = VerifierManifest(
+        family="llama",
+        dtype="float32",
+        context=8,
+        vocab_size=8,
+        files_sha256={"config.json": "0" * 64},
+        tokenizer_sha256="ab" * 32,
+        sources=[],
+        converter_version="0",
+    )
+    check_tokenizer("the pair", "ab" * 32, verifier)
+    with pytest.raises(ArtifactError, match=r"^the pair is for tokenizer cdcd.* abab.* convert"):
+        check_tokenizer("the pair", "cd" * 32, verifier)

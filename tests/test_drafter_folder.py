@@ -95,7 +95,66 @@ def test_an_embedding_that_is_not_there_is_refused(pair: Path, key: str, value: 
 
 def test_a_function_that_is_missing_is_refused(pair: Path) -> None:
     edit(pair / "drafter" / DRAFTER_FILE, row_counts=[1, 8, 16])
-    refused(pair, "16 rows")
+    refused(pair, "row_counts")
+    edit(pair / "drafter" / DRAFTER_FILE, row_counts=[1, 8])
+    functions = json.loads((pair / "drafter" / DRAFTER_FILE).read_text())["functions"]
+    functions[0]["name"] = "no_such"
+    edit(pair / "drafter" / DRAFTER_FILE, functions=functions)
+    refused(pair, "no_such")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("context_sizes", []),
+        ("row_counts", []),
+        ("context_sizes", [64, 64, 256]),
+        ("row_counts", [1, -8]),
+        ("functions", []),
+        ("num_layers", 0),
+        ("num_layers", 2),
+        ("layers", [0, 1]),
+        ("num_heads", 3),
+        ("num_kv_heads", 4),
+        ("num_kv_heads", 0),
+        ("head_dim", 16),
+        ("head_dim", 33),
+        ("hidden_size", 128),
+        ("logit_rows", []),
+        ("logit_rows", [128]),
+        ("logit_rows", [128, 256]),
+        ("logit_rows", [383]),
+        ("row_to_token", []),
+        ("row_to_token", [0, 1]),
+        ("row_to_token", [7, 7]),
+        ("row_to_token", [0, 10**6]),
+        ("row_to_token", [-1]),
+        ("rope", {"theta": 0}),
+        ("rope", {"theta": -10000.0}),
+        ("rope", {"theta": 1e-300}),
+        ("rope", {"theta": 10000.0, "factor": 8.0}),
+        (
+            "rope",
+            {
+                "theta": 1e4,
+                "factor": 8,
+                "low_freq_factor": 1,
+                "high_freq_factor": 1,
+                "original_context": 64,
+            },
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_when_the_folder_is_opened(
+    pair: Path, key: str, value: Any
+) -> None:
+    edit(pair / "drafter" / DRAFTER_FILE, **{key: value})
+    refused(pair)
+
+
+def test_layers_that_manifest_and_functions_agree_on_must_be_in_the_package(pair: Path) -> None:
+    edit(pair / "drafter" / DRAFTER_FILE, num_layers=2, layers=[0, 1])
+    refused(pair, "k_1")
 
 
 @pytest.mark.parametrize("part", ["inputs", "outputs"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,25 @@ def test_what_is_no_pair_is_refused_with_the_known_names(made: bool, tmp_path: P
     with pytest.raises(UnknownPair, match="smollm2") as caught:
         prepare_pair(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_pair_is_told_in_a_user_s_words(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UnknownPair) as caught:
+            prepare_pair(path)
+        assert str(caught.value) == (
+            f"{path} is no pair: expected a folder with pair.json; known pairs: smollm2"
+        )
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "~no-such-user/pair", "a\0b"])
+def test_a_name_that_is_no_path_is_no_pair(
+    tiny_pair: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tiny_pair)
+    with pytest.raises(UnknownPair, match=r"no pair '.*smollm2"):
+        prepare_pair(name)
 
 
 def test_a_folder_with_other_files_is_never_replaced(
@@ -155,6 +175,31 @@ def test_a_part_that_an_interrupted_run_did_not_finish_is_made_again(
     prepare_pair("tiny", quiet=True)
     assert (folder / damage).is_file()
     assert not (folder / ".drafter.left").exists()
+
+
+def test_a_pair_whose_verifier_has_the_old_manifest_is_made_again(known: Pair) -> None:
+    folder = prepare_pair("tiny", quiet=True)
+    file = folder / "verifier" / "ondevice.json"
+    content = json.loads(file.read_text())
+    hashes = content.pop("files_sha256")
+    content |= {
+        "format": "ondevice-verifier-1",
+        "weights_sha256": {"model.safetensors": hashes["model.safetensors"]},
+    }
+    file.write_text(json.dumps(content))
+    prepare_pair("tiny", quiet=True)
+    assert VerifierManifest.read(file).files_sha256 == hashes
+
+
+@pytest.mark.parametrize("verifier", ["../elsewhere", "other"])
+def test_a_known_pair_whose_manifest_names_other_folders_is_made_again(
+    known: Pair, verifier: str
+) -> None:
+    folder = prepare_pair("tiny", quiet=True)
+    content = json.loads((folder / PAIR_FILE).read_text())
+    (folder / PAIR_FILE).write_text(json.dumps(content | {"verifier": verifier}))
+    prepare_pair("tiny", quiet=True)
+    assert PairManifest.read(folder / PAIR_FILE).verifier == "verifier"
 
 
 def test_ctrl_c_in_the_drafter_keeps_the_verifier_and_shows_no_pair(
