@@ -81,6 +81,7 @@ def test_an_edited_chat_template_is_refused(folder: Path) -> None:
         "added_tokens.json",
         "hf_quant_config.json",
         "additional_chat_templates/tool_use.jinja",
+        "additional_chat_templates/.hidden.jinja",
     ],
 )
 def test_a_file_too_many_is_refused(folder: Path, name: str) -> None:
