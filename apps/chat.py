@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 from ondevice.apps.opening import open_engine
-from ondevice.apps.terminal import note, shown, statistics_line
+from ondevice.apps.terminal import keys_unseen, note_fields, shown, statistics_line, waiting
+from ondevice.apps.wordwrap import answer_writer
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest
 from ondevice.session import Answer, Options, Session
@@ -52,7 +53,7 @@ def run(request: Request, open_pair: Callable[[str], Engine] = open_engine) -> N
         else:
             answer = stream_answer(session, prompt, request.options)
             if request.show_stats:
-                note(statistics_line(answer.stats))
+                note_fields(statistics_line(answer.stats))
 
 
 def check_options(options: Options) -> None:
@@ -103,18 +104,24 @@ def print_json(answer: Answer) -> None:
 
 
 def stream_answer(session: Session, prompt: str, options: Options) -> Answer:
-    """Write the answer on stdout as it comes, with a newline at its end."""
+    """Write the answer on stdout as it comes, with a newline at its end.
+
+    Until it begins a terminal shows a sign that the prompt is being read; keys typed meanwhile
+    are not seen.
+    """
     at_line_start = False
-    for piece in session.stream(prompt, options):
-        if piece.text:
-            sys.stdout.write(shown(piece.text))
-            sys.stdout.flush()
-            at_line_start = piece.text.endswith("\n")
-        if piece.answer is not None:
-            answer = piece.answer
-    if not at_line_start:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+    with keys_unseen(), answer_writer() as write, ExitStack() as reading:
+        reading.enter_context(waiting("reading the prompt"))
+        for piece in session.stream(prompt, options):
+            if piece.text:
+                reading.close()
+                write(shown(piece.text))
+                at_line_start = piece.text.endswith("\n")
+            if piece.answer is not None:
+                answer = piece.answer
+        reading.close()
+        if not at_line_start:
+            write("\n")
     return answer
 
 

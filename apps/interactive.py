@@ -9,7 +9,7 @@ from ondevice.apps.chat import Request, interrupt_stops, stream_answer, whole_te
 from ondevice.apps.failures import say
 from ondevice.apps.opening import placement
 from ondevice.apps.slash import Settings, obey
-from ondevice.apps.terminal import note, statistics_line
+from ondevice.apps.terminal import note, note_fields, statistics_line
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, CacheUnwritable
 from ondevice.home import home_folder, make_writable
@@ -63,7 +63,7 @@ def _answer(text: str, session: Session, settings: Settings) -> None:
         say(str(error))
     else:
         if settings.show_stats:
-            note(statistics_line(settings.last))
+            note_fields(statistics_line(settings.last))
 
 
 def line_reader() -> Callable[[], str]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ondevice import blas
-from ondevice.apps.terminal import loading, stdout_kept_clean
+from ondevice.apps.terminal import keys_unseen, stdout_kept_clean, waiting
 from ondevice.engine import Engine
 from ondevice.errors import ArtifactError
 from ondevice.home import pairs_folder
@@ -17,12 +17,12 @@ from ondevice.models.pairs import pair_names
 def open_engine(pair: str) -> Engine:
     """The pair's engine; a named pair is downloaded and converted first. Raises UserError."""
     blas.prepare()
-    with stdout_kept_clean():
-        with loading(f"opening {pair}"):
+    with stdout_kept_clean(), keys_unseen():
+        with waiting(f"opening {pair}"):
             from ondevice.converters.pair import prepare_pair
 
         folder = prepare_pair(pair)
-        with explained(folder), loading(f"loading {pair}"):
+        with explained(folder), waiting(f"loading {pair}"):
             return Engine.open_folder(folder)
 
 

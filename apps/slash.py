@@ -7,19 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ondevice.apps.chat import check_options
-from ondevice.apps.terminal import note, statistics_line
+from ondevice.apps.terminal import note, note_fields, note_table, statistics_line
 from ondevice.errors import BadRequest
 from ondevice.session import Options, Session
 from ondevice.statistics import Statistics
 
-HELP = '''\
-/clear             forget the conversation, but for the system message
-/set               show the options; /set NAME VALUE changes one
-/stats             show the figures after each answer, or stop showing them
-/help              this list
-/bye, Ctrl-D       leave
-Ctrl-C             stop the answer; what was said stays in the conversation
-"""                begins and ends a text of several lines'''
+HELP = (
+    ("/clear", "forget the conversation, but for the system message"),
+    ("/set", "show the options; /set NAME VALUE changes one"),
+    ("/stats", "show the figures after each answer, or stop showing them"),
+    ("/help", "this list"),
+    ("/bye, Ctrl-D", "leave"),
+    ("Ctrl-C", "stop the answer; what was said stays in the conversation"),
+    ('"""', "begins and ends a text of several lines"),
+)
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class Settings:
 _OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "strategy": str,
     "max-tokens": int,
+    "stop": lambda text: (text,) if text else (),
 }
 _SAMPLING_TYPES: dict[str, Callable[[str], Any]] = {
     "temperature": float,
@@ -48,11 +50,11 @@ _SAMPLING_TYPES: dict[str, Callable[[str], Any]] = {
 def obey(line: str, session: Session, settings: Settings) -> bool:
     """Carry out the command in `line`; False when it is to leave."""
     name, _, rest = line.partition(" ")
-    match name:
+    match name.lower():
         case "/bye" | "/exit" | "/quit":
             return False
         case "/help" | "/?":
-            note(HELP)
+            note_table(HELP)
         case "/clear":
             session.clear()
             note("the conversation is forgotten")
@@ -68,25 +70,25 @@ def obey(line: str, session: Session, settings: Settings) -> bool:
 def _toggle_stats(settings: Settings) -> None:
     settings.show_stats = not settings.show_stats
     if settings.show_stats and settings.last is not None:
-        note(statistics_line(settings.last))
+        note_fields(statistics_line(settings.last))
     note(f"figures after each answer: {'on' if settings.show_stats else 'off'}")
 
 
 def _set(rest: str, settings: Settings) -> None:
     if not rest.strip():
-        note(options_line(settings.options))
+        note_fields(options_line(settings.options))
         return
     try:
         settings.options = changed(settings.options, *rest.split(maxsplit=1))
     except BadRequest as error:
         note(str(error))
     else:
-        note(options_line(settings.options))
+        note_fields(options_line(settings.options))
 
 
 def changed(options: Options, name: str, value: str = "") -> Options:
     """`options` with the one called `name` set to `value`; raises BadRequest."""
-    name = name.removeprefix("--").replace("_", "-")
+    name = name.lower().removeprefix("--").replace("_", "-")
     read = _OPTION_TYPES.get(name) or _SAMPLING_TYPES.get(name)
     if read is None:
         known = ", ".join((*_OPTION_TYPES, *_SAMPLING_TYPES))
@@ -111,4 +113,10 @@ def options_line(options: Options) -> str:
     values += [
         (name, getattr(options.sampling, name.replace("-", "_"))) for name in _SAMPLING_TYPES
     ]
-    return "  ".join(f"{name} {'random' if value is None else value}" for name, value in values)
+    return "  ".join(f"{name} {_value(value)}" for name, value in values)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(repr, value)) or "none"
+    return "random" if value is None else str(value)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import termios
+import textwrap
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ondevice.statistics import Statistics
 
@@ -30,10 +34,56 @@ def note(line: str) -> None:
     console.print(line, style=style, soft_wrap=not console.is_terminal)
 
 
-def loading(title: str) -> AbstractContextManager[object]:
+def note_fields(line: str) -> None:
+    """One dim line on stderr, of fields two spaces apart; a terminal breaks it between those."""
+    console = notes()
+    if console.is_terminal:
+        kept = "  ".join(field.replace(" ", _NO_BREAK) for field in line.split("  "))
+        lines = textwrap.wrap(kept, console.width, break_long_words=False, break_on_hyphens=False)
+        line = "\n".join(lines).replace(_NO_BREAK, " ")
+    note(line)
+
+
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def note_table(rows: Iterable[tuple[str, str]]) -> None:
+    """Names and what they mean, dim, on stderr; the meanings stay in their column."""
+    console = notes()
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, style=None if console.no_color else "dim")
+
+
+def waiting(title: str) -> AbstractContextManager[object]:
     """A spinner on stderr while the block runs; nothing when that is no terminal."""
     console = notes()
-    return console.status(title) if console.is_terminal else nullcontext()
+    if not console.is_interactive:
+        return nullcontext()
+    return console.status(Text(title, style="" if console.no_color else "dim"))
+
+
+@contextmanager
+def keys_unseen() -> Iterator[None]:
+    """What is typed while the block runs is not echoed into its output; the next prompt has it."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    if os.tcgetpgrp(terminal) != os.getpgrp():  # in the background: the change would stop us
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    unseen = [*before]
+    unseen[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, unseen)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 @contextmanager

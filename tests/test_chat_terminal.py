@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import select
 import signal
-import struct
-import subprocess
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from commandline import COMMAND
+from pseudoterminal import Terminal
 
 from ondevice.apps.interactive import is_open, talk, unquoted
-from ondevice.apps.slash import Settings, changed
+from ondevice.apps.slash import Settings, changed, options_line
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest
 from ondevice.session import Options, Session
@@ -152,6 +147,16 @@ def test_help_names_every_command(session: Session, capsys: pytest.CaptureFixtur
     assert all(len(line) <= 80 for line in err.splitlines())
 
 
+def test_commands_are_read_whatever_their_case(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(session, Settings(OPTIONS), typed("/HELP", "/Set Top_K 3", "/Bye", "never read"))
+    out, err = capsys.readouterr()
+    assert "/clear" in err
+    assert "top-k 3" in err
+    assert (out, session.messages) == ("", [])
+
+
 def test_quoted_text_may_span_lines_and_begin_with_a_slash(session: Session) -> None:
     talk(session, Settings(OPTIONS), typed('"""\n/bye\nfor now\n"""'))
     assert session.messages[0]["content"] == "/bye\nfor now"
@@ -187,6 +192,15 @@ def test_set_changes_one_option() -> None:
     assert (options.sampling.temperature, options.max_tokens) == (0.5, 7)
     assert changed(options, "top_k", "4").sampling.top_k == 4
     assert changed(options, "strategy", "plain").strategy == "plain"
+    assert changed(options, "TEMPERATURE", "1").sampling.temperature == 1
+
+
+def test_set_stop_is_one_text_or_none() -> None:
+    options = changed(OPTIONS, "stop", "the end")
+    assert options.stop == ("the end",)
+    assert "stop 'the end'  " in options_line(options)
+    assert changed(options, "stop", "").stop == ()
+    assert "stop none  " in options_line(changed(options, "stop"))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +210,7 @@ def test_set_changes_one_option() -> None:
         ("temperature", "hot", "temperature must be a number, got 'hot'"),
         ("top-k", "1.5", "top-k must be a whole number, got '1.5'"),
         ("strategy", "telepathy", "strategy must be one of"),
-        ("mood", "good", "no option 'mood'; there are strategy, max-tokens, temperature"),
+        ("mood", "good", "no option 'mood'; there are strategy, max-tokens, stop, temperature"),
         ("seed", "", "seed must be a whole number, got ''"),
     ],
 )
@@ -212,71 +226,6 @@ def test_set_refuses_and_changes_nothing(
 
 
 # A real terminal
-
-# CPR: prompt_toolkit asks the terminal where its cursor is, and nobody here would answer.
-PLAIN_TERMINAL = {"TERM": "xterm", "NO_COLOR": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
-
-
-class Terminal:
-    """A program on a pseudo-terminal; what it writes collects in `screen`."""
-
-    def __init__(self, line: list[str], **environment: str) -> None:
-        self._here, there = pty.openpty()
-        fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.process = subprocess.Popen(
-            line,
-            stdin=there,
-            stdout=there,
-            stderr=there,
-            start_new_session=True,
-            preexec_fn=_take_terminal,
-            env={**os.environ, **PLAIN_TERMINAL, **environment},
-        )
-        os.close(there)
-        self.screen = ""
-
-    def type(self, keys: str, answer: str, seconds: float = 30) -> str:
-        """Send `keys`; wait for `answer` (a pattern) on the screen that they made; return it."""
-        self.screen = ""
-        os.write(self._here, keys.encode())
-        return self.wait_for(answer, seconds)
-
-    def wait_for(self, pattern: str, seconds: float = 60) -> str:
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self.screen, re.DOTALL):
-            assert self._read(deadline), f"no {pattern!r} in {self.screen!r}"
-        return self.screen
-
-    def finish(self, keys: str, seconds: float = 30) -> int:
-        """Send `keys` and read until the program ends; its exit status."""
-        os.write(self._here, keys.encode())
-        deadline = time.monotonic() + seconds
-        while self._read(deadline):
-            pass
-        return self.process.wait(max(0, deadline - time.monotonic()))
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._here)
-
-    def _read(self, deadline: float) -> bool:
-        """Add what comes next to the screen; False when nothing more comes, or not in time."""
-        left = max(0.0, deadline - time.monotonic())
-        if not select.select([self._here], [], [], left)[0]:
-            return False
-        try:
-            self.screen += os.read(self._here, 65536).decode("utf-8", "replace")
-        except OSError:  # EIO: nobody has the other end any more
-            return False
-        return True
-
-
-def _take_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def test_a_person_at_a_terminal(tiny_pair: Path, tmp_path: Path) -> None:
@@ -310,3 +259,33 @@ def _talk_like_a_person(terminal: Terminal) -> None:
     terminal.type('lines"""\r', "tok/s.*>>>")
     terminal.type("\x1b[200~pasted\nlines\x1b[201~\r", "tok/s.*>>>")
     assert terminal.finish("\x04") == 0
+
+
+def test_what_is_typed_while_the_pair_loads_waits_unseen_for_the_prompt(
+    tiny_pair: Path, tmp_path: Path
+) -> None:
+    line = [*COMMAND, "chat", str(tiny_pair), "--max-tokens", "4"]
+    with Terminal(line, ONDEVICE_HOME=str(tmp_path / "home")) as terminal:
+        terminal.wait_for("(opening|loading) ")
+        before = terminal.type("typed early", ">>>.*typed early").partition(">>>")[0]
+        assert "typed" not in before
+        terminal.type("\r", "reading the prompt.*>>>")
+        assert terminal.finish("\x04") == 0
+
+
+def test_a_narrow_terminal_keeps_columns_and_words_whole(tiny_pair: Path, tmp_path: Path) -> None:
+    line = [*COMMAND, "chat", str(tiny_pair)]
+    with Terminal(line, columns=40, ONDEVICE_HOME=str(tmp_path / "home")) as terminal:
+        terminal.wait_for(">>>")
+        table = lines_of(terminal.type("/help\r", "several.*lines.*>>>"))
+        assert "Ctrl-C        stop the answer; what was" in table
+        assert "              said stays in the" in table
+        options = lines_of(terminal.type("/set\r", "seed random.*>>>"))
+        assert "strategy pipelined  max-tokens 512" in options
+        assert "repetition-penalty 1.0  seed random" in options
+        assert terminal.finish("\x04") == 0
+
+
+def lines_of(screen: str) -> list[str]:
+    """Lines without what moves the cursor, and without blank ends."""
+    return [line.rstrip() for line in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen).splitlines()]
