@@ -9,6 +9,9 @@ from contextlib import contextmanager
 Progress = Callable[[int, int], None]
 """Called with (done, in all), in bytes or steps of equal cost, as a stage goes on."""
 
+_BAR_WIDTH = 80
+"""Columns of a terminal from which on there is room for a bar, sizes and times."""
+
 
 class Reporter:
     """Announces stages on stderr; stdout is never touched. `quiet` announces nothing."""
@@ -39,8 +42,11 @@ class Reporter:
         )
         from rich.progress import Progress as Bar
 
+        console = Console(stderr=True)
         size = [DownloadColumn(), TransferSpeedColumn()] if in_bytes else [TaskProgressColumn()]
         columns = [TextColumn("{task.description}"), BarColumn(), *size, TimeRemainingColumn()]
-        with Bar(*columns, console=Console(stderr=True)) as bar:
+        if console.width < _BAR_WIDTH:  # rich would cut every column to an ellipsis
+            columns = [columns[0], TaskProgressColumn()]
+        with Bar(*columns, console=console) as bar:
             task = bar.add_task(title, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)

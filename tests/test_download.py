@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import os
 import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import zipfile
@@ -323,7 +326,8 @@ def test_ctrl_c_leaves_nothing_and_ends_pip(
     assert list((tmp_path / "downloads").iterdir()) == []
 
 
-def test_a_terminal_gets_a_bar_and_still_nothing_on_stdout() -> None:
+@pytest.mark.parametrize(("columns", "size"), [(100, "5.0/10.0 MB"), (40, " 50%")])
+def test_a_terminal_gets_a_bar_and_still_nothing_on_stdout(columns: int, size: str) -> None:
     code = (
         "from ondevice.converters.progress import Reporter\n"
         "with Reporter().stage('Fetching', in_bytes=True) as progress:\n"
@@ -332,13 +336,20 @@ def test_a_terminal_gets_a_bar_and_still_nothing_on_stdout() -> None:
         "    progress(1, 2)\n"
     )
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, check=True
+        [sys.executable, "-c", code],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
     )
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert done.stdout == b""
     assert "Fetching" in shown
-    assert "5.0/10.0 MB" in shown
+    assert size in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     assert "Silent" not in shown
