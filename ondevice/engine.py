@@ -14,20 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from ondevice import blas
-from ondevice.artifact import (
-    DRAFTER_FILE,
-    PAIR_FILE,
-    VERIFIER_FILE,
-    DrafterManifest,
-    PairManifest,
-    VerifierManifest,
-)
+from ondevice.artifact import PAIR_FILE, PairManifest, check_tokenizer
 from ondevice.driver import Driver
 from ondevice.errors import ArtifactError, BadCheckpoint, UserError
 from ondevice.models.pairs import default_pair
 from ondevice.prompt import Prompt
 from ondevice.session import Answer, Model, Options, Session
 from ondevice.units import DrafterUnit, VerifierUnit
+from ondevice.verifierfolder import check_verifier_folder
 from ondevice.worker import UnitWorker
 
 if TYPE_CHECKING:
@@ -77,7 +71,6 @@ class Engine:
         A named pair is downloaded and converted when it is not there yet; quiet: without progress
         on stderr. Raises UserError for what the user can mend.
         """
-        blas.prepare()
         from ondevice.converters.pair import prepare_pair
 
         return cls.open_folder(prepare_pair(pair or default_pair(), quiet=quiet))
@@ -86,10 +79,16 @@ class Engine:
     def open_folder(cls, folder: Path) -> Self:
         """Open a converted pair; raises ArtifactError when its parts do not match."""
         blas.prepare()
+        from ondevice.converters.tokenizer import tokenizer_digest
+
         pair = PairManifest.read(folder / PAIR_FILE)
         verifier_folder = folder / pair.verifier
+        verifier = check_verifier_folder(verifier_folder)
         tokenizer = _load_tokenizer(verifier_folder)
-        _check_tokenizers(folder, pair, tokenizer)
+        check_tokenizer(
+            f"the tokenizer in {verifier_folder}", tokenizer_digest(tokenizer), verifier
+        )
+        check_tokenizer(f"the pair in {folder}", pair.tokenizer_sha256, verifier)
 
         def open_verifier() -> VerifierUnit:
             from ondevice.verifier import MLXVerifier
@@ -165,28 +164,6 @@ def _close(verifier: UnitWorker[VerifierUnit], drafter: UnitWorker[DrafterUnit] 
     if drafter is not None:
         drafter.close()
     verifier.close()
-
-
-def _check_tokenizers(folder: Path, pair: PairManifest, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Verifier, its tokenizer files and the drafter must agree on what token ids mean."""
-    from ondevice.converters.tokenizer import tokenizer_digest
-
-    verifier = VerifierManifest.read(folder / pair.verifier / VERIFIER_FILE)
-    found = tokenizer_digest(tokenizer)
-    if found != verifier.tokenizer_sha256:
-        raise ArtifactError(
-            f"the tokenizer files in {folder / pair.verifier} do not match their manifest: "
-            f"expected {verifier.tokenizer_sha256[:8]}, got {found[:8]}; convert the pair again"
-        )
-    if pair.drafter is None:
-        return
-    drafter = DrafterManifest.read(folder / pair.drafter / DRAFTER_FILE)
-    if drafter.tokenizer_sha256 != verifier.tokenizer_sha256:
-        raise ArtifactError(
-            f"the drafter in {folder} was built for tokenizer {drafter.tokenizer_sha256[:8]}, the "
-            f"verifier uses {verifier.tokenizer_sha256[:8]}; convert the drafter again from a "
-            "model with the verifier's tokenizer"
-        )
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

@@ -163,7 +163,7 @@ def test_tokenizer_files_that_were_changed_are_refused(tiny_pair, tmp_path):
     ids = content["model"]["vocab"]
     ids["a"], ids["b"] = ids["b"], ids["a"]
     file.write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(ArtifactError, match="do not match their manifest"):
+    with pytest.raises(ArtifactError, match="does not match its manifest"):
         Engine.open_folder(pair)
 
 
@@ -363,3 +363,23 @@ def test_a_damaged_generation_config_is_named(tiny_pair, tmp_path):
         (pair / "verifier" / "generation_config.json").write_text(content, encoding="utf-8")
         with pytest.raises(ArtifactError, match="again"):
             Engine.open_folder(pair)
+
+
+def test_a_pair_of_another_tokenizer_is_refused(tiny_pair, tmp_path):
+    pair = tmp_path / "pair"
+    shutil.copytree(tiny_pair, pair)
+    content = json.loads((pair / "pair.json").read_text(encoding="utf-8"))
+    content["tokenizer_sha256"] = "0" * 64
+    (pair / "pair.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="tokenizer 00000000"):
+        Engine.open_folder(pair)
+
+
+def test_a_chat_template_that_was_changed_is_refused(tiny_pair, tmp_path):
+    pair = tmp_path / "pair"
+    shutil.copytree(tiny_pair, pair)
+    for file in (pair / "verifier").iterdir():
+        if "template" in file.name or file.name == "tokenizer_config.json":
+            file.write_text(file.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="does not match its manifest"):
+        Engine.open_folder(pair)
