@@ -49,8 +49,8 @@ def test_figures_follow_from_the_records():
     assert stats.draft_acceptance_rate == pytest.approx(2 / 14)
     assert stats.ttft_ms == pytest.approx(20)
     assert stats.decode_tok_s == pytest.approx(2 / 0.050)
-    assert stats.verifier_busy == pytest.approx(0.3)
-    assert stats.drafter_busy == pytest.approx(0.5)
+    assert stats.verifier_busy == pytest.approx(30 / 90)
+    assert stats.drafter_busy == pytest.approx((15 + 25) / 90)
     assert stats.drafter_window == 12
     assert stats.energy_mj is None
     assert stats.energy_reason
