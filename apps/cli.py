@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +42,8 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback o
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, sys.argv's by default; returns the exit status."""
+    if sys.stdout is None:  # the shell closed it (>&-)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     command = typer.main.get_command(app)
     args = None if arguments is None else list(arguments)
     try:

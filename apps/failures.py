@@ -30,8 +30,7 @@ def reported(debug: bool) -> Iterator[None]:
     """
     try:
         yield
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except (typer.Exit, typer.Abort, typer.TyperException):
         raise
     except BrokenPipeError:
@@ -75,8 +74,6 @@ def usage_line(error: typer.TyperException) -> str:
 
 def silence_stdout() -> None:
     """Stdout takes no more: what is still buffered for it is dropped without a word."""
-    if sys.stdout is None:
-        return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

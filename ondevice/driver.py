@@ -48,6 +48,7 @@ class Driver:
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._cancelled = self._run_over = threading.Event()
         self._closed = False
+        self._lock = threading.Lock()
 
     def answer(
         self,
@@ -62,9 +63,11 @@ class Driver:
         cancelled: set it, then call `wake`, from any thread and at any moment, to end the answer.
         Closing the iterator, or an exception thrown into it, ends it too. Raises Closed.
         """
-        if self._closed:
-            raise Closed("this session is closed; open another one")
-        self._law, self._schedule, self._cancelled = law, schedule, cancelled
+        with self._lock:
+            if self._closed:
+                raise Closed("this session is closed; open another one")
+            self._cancelled = cancelled
+        self._law, self._schedule = law, schedule
         coordinator = self.coordinator
         commands = coordinator.on_prompt(
             time.monotonic_ns(), tokens, limits, schedule, greedy=law.greedy
@@ -100,10 +103,11 @@ class Driver:
 
         From any thread: the thread that reads the answer gets its Stop.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._cancelled.set()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._cancelled.set()
         self.wake()
         self._verifier.submit(lambda unit: unit.close_session(self._verifier_session))
         if self._drafter is not None:
@@ -117,10 +121,10 @@ class Driver:
         for command in commands:
             match command:
                 case Prefill(unit="verifier") | StartVerify() | StartRun():
-                    self._verifier.submit(self._verifier_job(command))
+                    self._submit(self._verifier, self._verifier_job(command))
                 case Prefill(unit="drafter") | StartDraft():
                     assert self._drafter is not None
-                    self._drafter.submit(self._drafter_job(command))
+                    self._submit(self._drafter, self._drafter_job(command))
                 case Truncate(unit="verifier", length=length):
                     self._run_over.set()
                     self._truncate(self._verifier, self._verifier_session, length)
@@ -180,6 +184,11 @@ class Driver:
                     self._post(partial(self.coordinator.on_draft, result=result))
 
         return self._guarded("drafter", job)
+
+    def _submit(self, worker: UnitWorker[Any], job: Callable[[Any], None]) -> None:
+        if not worker.submit(job):
+            error = Closed(f"the {worker.name} is closed; open another engine")
+            self._post(partial(self.coordinator.on_failure, unit=worker.name, error=error))
 
     def _truncate(self, worker: UnitWorker[Any], session: int, length: int) -> None:
         worker.submit(self._guarded(worker.name, lambda unit: unit.truncate(session, length)))

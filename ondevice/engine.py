@@ -8,6 +8,7 @@ with Engine.open("smollm2") as engine, engine.session() as session:
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from ondevice import blas
 from ondevice.artifact import PAIR_FILE, PairManifest, check_tokenizer
 from ondevice.driver import Driver
-from ondevice.errors import ArtifactError, BadCheckpoint, UserError
+from ondevice.errors import ArtifactError, BadCheckpoint, BadRequest, Closed, UserError
 from ondevice.models.pairs import default_pair
 from ondevice.prompt import Prompt
 from ondevice.session import Answer, Model, Options, Session
@@ -44,6 +45,8 @@ class Engine:
         only: answers say why. Raises what opening the verifier raised, and the user's mistakes.
         """
         self._sessions: set[Session] = set()
+        self._closed = False
+        self._lock = threading.Lock()
         self._verifier = UnitWorker("verifier", open_verifier)
         self._drafter = UnitWorker("drafter", open_drafter) if open_drafter else None
         # Also at exit, and when nobody holds the engine any more.
@@ -73,14 +76,19 @@ class Engine:
         """
         from ondevice.converters.pair import prepare_pair
 
-        return cls.open_folder(prepare_pair(pair or default_pair(), quiet=quiet))
+        return cls.open_folder(prepare_pair(default_pair() if pair is None else pair, quiet=quiet))
 
     @classmethod
-    def open_folder(cls, folder: Path) -> Self:
+    def open_folder(cls, folder: str | Path) -> Self:
         """Open a converted pair; raises ArtifactError when its parts do not match."""
         blas.prepare()
+        # Not first on the verifier's thread: only then does MLX free what it compiles on this one
+        # (a later conversion's parity check, say) before the interpreter is gone; else a segfault.
+        import mlx.core  # noqa: F401
+
         from ondevice.converters.tokenizer import tokenizer_digest
 
+        folder = Path(folder)
         pair = PairManifest.read(folder / PAIR_FILE)
         verifier_folder = folder / pair.verifier
         verifier = check_verifier_folder(verifier_folder)
@@ -118,11 +126,16 @@ class Engine:
     def session(self, *, system: str | None = None) -> Session:
         """A new conversation with caches of its own; `system` is its first message.
 
-        Raises Closed.
+        Raises Closed, and BadRequest for a system message that is no text.
         """
-        driver = Driver(self._verifier, self._drafter)
-        session = Session(self.model, driver, system, on_close=self._forget)
-        self._sessions.add(session)
+        if system is not None and not isinstance(system, str):
+            raise BadRequest(f"a system message must be text, got {type(system).__name__}")
+        with self._lock:
+            if self._closed:
+                raise Closed("this engine is closed; open another one")
+            driver = Driver(self._verifier, self._drafter)
+            session = Session(self.model, driver, system, on_close=self._forget)
+            self._sessions.add(session)
         return session
 
     def generate(self, prompt: Prompt, options: Options | None = None) -> Answer:
@@ -132,7 +145,10 @@ class Engine:
 
     def close(self) -> None:
         """Cancel every answer, free both units and end their threads."""
-        for session in list(self._sessions):
+        with self._lock:
+            self._closed = True
+            sessions = list(self._sessions)
+        for session in sessions:
             session.close()
         self._close_workers()
 

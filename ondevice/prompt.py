@@ -43,7 +43,7 @@ class PromptReader:
             if not prompt.strip():
                 raise BadRequest(_EMPTY)
             messages = [*said, Message(role="user", content=prompt)]
-        elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        elif isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
             got = type(prompt).__name__
             raise BadRequest(f"a prompt must be text, messages or token ids, got {got}")
         elif not prompt:

@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ LEAST_TEMPERATURE = 1e-4
 _LARGEST_U = np.float32(1 - 2**-24)  # u rounds to 1.0 in float32 for the last 128 of 2^32 values
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """A grammar over tokens, with immutable states: branches and rollback cost nothing."""
 
@@ -85,6 +86,10 @@ class SamplingParams:
         window = self.repetition_window
         _require("repetition window", window, lambda x: x >= 0, "0 (off) or more", whole=True)
         _require("top logprobs", self.top_logprobs, lambda x: 0 <= x <= 20, "0 to 20", whole=True)
+        if not isinstance(self.logit_bias, Mapping):
+            raise BadRequest(f"logit bias must map tokens to numbers, got {self.logit_bias!r}")
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise BadRequest(f"constraint must be a Constraint, got {self.constraint!r}")
         for token, bias in self.logit_bias.items():
             below = f"0 to {vocab_size - 1}"
             _require("logit bias token", token, lambda x: 0 <= x < vocab_size, below, whole=True)
@@ -107,7 +112,8 @@ def _require(
 ) -> None:
     kind = numbers.Integral if whole else numbers.Real
     right = isinstance(value, kind) and not isinstance(value, bool)
-    if not (right and math.isfinite(cast(float, value)) and holds(cast(float, value))):
+    # abs() first: math.isfinite cannot take an integer beyond float.
+    if not (right and abs(cast(float, value)) < 2**64 and holds(cast(float, value))):
         what = "a whole number, " if whole else ""
         raise BadRequest(f"{name} must be {what}{expected}, got {value!r}")
 

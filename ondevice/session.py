@@ -54,6 +54,8 @@ class Options:
             raise BadRequest(f"rule must be coupled or rejection, got {self.rule!r}")
         if self.children is not None:
             _require_count("children", self.children, 16)
+        if not isinstance(self.stop, str | list | tuple):
+            raise BadRequest(f"stop must be text or a tuple of texts, got {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
             if not isinstance(text, str) or not text:

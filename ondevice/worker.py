@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -60,6 +60,7 @@ class UnitWorker(Generic[Unit]):
         self.closing = threading.Event()
         """Set by `stop`: long jobs end at the next occasion."""
         self._jobs: queue.SimpleQueue[Callable[[Unit], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._opened: Future[Unit] = Future()
         self._ended = threading.Event()
         _threads.start(partial(self._work, open_unit))
@@ -81,9 +82,13 @@ class UnitWorker(Generic[Unit]):
         """Wait for the unit, for its constant properties; raises what opening it raised."""
         return self._opened.result()
 
-    def submit(self, job: Callable[[Unit], None]) -> None:
-        """Run `job` on the worker after those before it; it must not raise. Ignored when closed."""
-        self._jobs.put(job)
+    def submit(self, job: Callable[[Unit], None]) -> bool:
+        """Run `job`, which must not raise, after those before it; False when it is too late."""
+        with self._lock:
+            if self.closing.is_set():
+                return False
+            self._jobs.put(job)
+            return True
 
     def call(self, function: Callable[[Unit], Result]) -> Result:
         """Run `function` on the worker and wait for what it returns or raises.
@@ -99,23 +104,18 @@ class UnitWorker(Generic[Unit]):
             except BaseException as error:
                 future.set_exception(error)
 
-        self.submit(job)
-        while not future.done():
-            if self._ended.is_set() and not future.done():
-                raise Closed(f"the {self.name} is closed; open another engine")
-            wait([future], timeout=_POLL_S)
+        if not self.submit(job):
+            raise Closed(f"the {self.name} is closed; open another engine")
         return future.result()
 
     def stop(self) -> None:
         """Close the unit once what runs has ended; does not wait, and again is harmless."""
-        self.closing.set()
-        self._jobs.put(None)
+        with self._lock:
+            if not self.closing.is_set():
+                self.closing.set()
+                self._jobs.put(None)
 
     def close(self) -> None:
         """`stop`, and wait for the end."""
         self.stop()
         self._ended.wait()
-
-
-_POLL_S = 0.05
-"""How often a caller looks whether the worker has ended under it."""

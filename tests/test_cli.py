@@ -273,3 +273,11 @@ def test_a_message_is_always_one_line(capfd: pytest.CaptureFixture[str]) -> None
 def edit_json(file: Path, **changes: object) -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
     tiny.write_json(file, content | changes)
+
+
+def test_a_closed_stdout_is_no_failure(tiny_pair: Path) -> None:
+    program = "from ondevice.apps.cli import main; raise SystemExit(main())"
+    line = f'"$0" -c "{program}" chat "$1" -p hi --max-tokens 2 >&-'
+    command = ["sh", "-c", line, sys.executable, str(tiny_pair)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
