@@ -120,81 +120,91 @@ class Driver:
         """
         for command in commands:
             match command:
-                case Prefill(unit="verifier") | StartVerify() | StartRun():
-                    self._submit(self._verifier, self._verifier_job(command))
-                case Prefill(unit="drafter") | StartDraft():
-                    assert self._drafter is not None
-                    self._submit(self._drafter, self._drafter_job(command))
-                case Truncate(unit="verifier", length=length):
-                    self._run_over.set()
-                    self._truncate(self._verifier, self._verifier_session, length)
-                case Truncate(unit="drafter", length=length):
-                    assert self._drafter is not None
-                    self._truncate(self._drafter, self._drafter_session, length)
+                case Prefill(unit=unit):
+                    self._submit(unit, self._prefill_job(command))
+                case StartDraft():
+                    self._submit("drafter", self._draft_job(command))
+                case StartVerify():
+                    self._submit("verifier", self._verify_job(command))
+                case StartRun():
+                    self._submit("verifier", self._run_job(command))
+                case Truncate(unit=unit):
+                    if unit == "verifier":
+                        self._run_over.set()
+                    self._submit(unit, self._truncate_job(command))
         return [command for command in commands if isinstance(command, Emit | Stop)]
 
-    def _verifier_job(
-        self, command: Prefill | StartVerify | StartRun
-    ) -> Callable[[VerifierUnit], None]:
-        session, law = self._verifier_session, self._law
-        self._run_over = run_over = threading.Event()
-        cancelled = _any_of(self._cancelled, self._verifier.closing)
-        ended = _any_of(run_over, self._cancelled, self._verifier.closing)
+    def _lent(self, unit: UnitName) -> tuple[UnitWorker[Any], int]:
+        """The worker of `unit`, and this session's handle there."""
+        if unit == "verifier":
+            return self._verifier, self._verifier_session
+        assert self._drafter is not None
+        return self._drafter, self._drafter_session
+
+    def _prefill_job(self, command: Prefill) -> Callable[[Any], None]:
+        worker, session = self._lent(command.unit)
+        stopped = _any_of(self._cancelled, worker.closing)
+
+        def job(unit: VerifierUnit | DrafterUnit) -> None:
+            length = unit.prefill(session, command.tokens, stopped)
+            on_prefill = partial(self.coordinator.on_prefill, unit=command.unit, step=command.step)
+            self._post(partial(on_prefill, length=length))
+
+        return job
+
+    def _verify_job(self, command: StartVerify) -> Callable[[VerifierUnit], None]:
+        request = VerifyRequest(
+            session=self._verifier_session,
+            step=command.step,
+            rows=command.rows,
+            rule=command.rule,
+            law=self._law,
+            riders=command.riders,
+            want_hidden=command.want_hidden,
+        )
 
         def job(unit: VerifierUnit) -> None:
-            match command:
-                case Prefill(step=step, tokens=tokens):
-                    length = unit.prefill(session, tokens, cancelled)
-                    self._prefilled("verifier", step, length)
-                case StartVerify(step=step, rows=rows, rule=rule):
-                    request = VerifyRequest(
-                        session, step, rows, rule, law, command.riders, command.want_hidden
-                    )
-                    (verdict,) = unit.verify([request])
-                    self._post(partial(self.coordinator.on_verdict, verdict=verdict))
-                case StartRun(step=step, root=root, limit=limit):
-                    run = RunRequest(session, step, root.token, limit, law)
-                    for verdict in unit.run(run, ended):
-                        self._post(partial(self.coordinator.on_verdict, verdict=verdict))
+            (verdict,) = unit.verify([request])
+            self._post(partial(self.coordinator.on_verdict, verdict=verdict))
 
-        return self._guarded("verifier", job)
+        return job
 
-    def _drafter_job(self, command: Prefill | StartDraft) -> Callable[[DrafterUnit], None]:
-        assert self._drafter is not None
-        session, law, schedule = self._drafter_session, self._law, self._schedule
-        cancelled = _any_of(self._cancelled, self._drafter.closing)
+    def _run_job(self, command: StartRun) -> Callable[[VerifierUnit], None]:
+        request = RunRequest(
+            self._verifier_session, command.step, command.root.token, command.limit, self._law
+        )
+        self._run_over = threading.Event()
+        stopped = _any_of(self._run_over, self._cancelled, self._verifier.closing)
+
+        def job(unit: VerifierUnit) -> None:
+            for verdict in unit.run(request, stopped):
+                self._post(partial(self.coordinator.on_verdict, verdict=verdict))
+
+        return job
+
+    def _draft_job(self, command: StartDraft) -> Callable[[DrafterUnit], None]:
+        request = DraftRequest(
+            session=self._drafter_session,
+            step=command.step,
+            rows=command.rows,
+            committed=command.committed,
+            dropped=command.dropped,
+            children=self._schedule.children,
+            rule=self._schedule.rule,
+            law=self._law,
+        )
 
         def job(unit: DrafterUnit) -> None:
-            match command:
-                case Prefill(step=step, tokens=tokens):
-                    length = unit.prefill(session, tokens, cancelled)
-                    self._prefilled("drafter", step, length)
-                case StartDraft(step=step, rows=rows, committed=committed, dropped=dropped):
-                    request = DraftRequest(
-                        session=session,
-                        step=step,
-                        rows=rows,
-                        committed=committed,
-                        dropped=dropped,
-                        children=schedule.children,
-                        rule=schedule.rule,
-                        law=law,
-                    )
-                    result = unit.draft(request)
-                    self._post(partial(self.coordinator.on_draft, result=result))
+            self._post(partial(self.coordinator.on_draft, result=unit.draft(request)))
 
-        return self._guarded("drafter", job)
+        return job
 
-    def _submit(self, worker: UnitWorker[Any], job: Callable[[Any], None]) -> None:
-        if not worker.submit(job):
-            error = Closed(f"the {worker.name} is closed; open another engine")
-            self._post(partial(self.coordinator.on_failure, unit=worker.name, error=error))
+    def _truncate_job(self, command: Truncate) -> Callable[[Any], None]:
+        _, session = self._lent(command.unit)
+        return lambda unit: unit.truncate(session, command.length)
 
-    def _truncate(self, worker: UnitWorker[Any], session: int, length: int) -> None:
-        worker.submit(self._guarded(worker.name, lambda unit: unit.truncate(session, length)))
-
-    def _guarded(self, name: UnitName, job: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The job, with an exception made an event."""
+    def _submit(self, name: UnitName, job: Callable[[Any], None]) -> None:
+        """Give the worker of `name` its job; that it fails, or comes too late, becomes an event."""
 
         def guarded(unit: Any) -> None:
             try:
@@ -203,13 +213,13 @@ class Driver:
                 log.debug("the %s failed", name, exc_info=error)
                 if not isinstance(error, OnDeviceError):
                     error = UnitFailed(f"the {name} failed: {type(error).__name__}: {error}")
-                self._post(partial(self.coordinator.on_failure, unit=name, error=error))
+                self._fail(name, error)
 
-        return guarded
+        if not self._lent(name)[0].submit(guarded):
+            self._fail(name, Closed(f"the {name} is closed; open another engine"))
 
-    def _prefilled(self, unit: UnitName, step: int, length: int) -> None:
-        done = partial(self.coordinator.on_prefill, unit=unit, step=step, length=length)
-        self._post(done)
+    def _fail(self, name: UnitName, error: OnDeviceError) -> None:
+        self._post(partial(self.coordinator.on_failure, unit=name, error=error))
 
     def _post(self, event: Event) -> None:
         self._inbox.put(event)

@@ -120,8 +120,7 @@ class Engine:
         """What runs the drafter ("emulator-fp32"), for people to read; None without a drafter."""
         if self._drafter is None:
             return None
-        unit = self._drafter.opened()
-        return unit.runtime_name
+        return self._drafter.opened().runtime_name
 
     def session(self, *, system: str | None = None) -> Session:
         """A new conversation with caches of its own; `system` is its first message.
@@ -144,7 +143,7 @@ class Engine:
             return session.generate(prompt, options)
 
     def close(self) -> None:
-        """Cancel every answer, free both units and end their threads."""
+        """Cancel every answer and free both units; again is harmless."""
         with self._lock:
             self._closed = True
             sessions = list(self._sessions)
