@@ -13,6 +13,7 @@ from ondevice import blas
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.pair import write_pair
 from ondevice.converters.verifier import write_verifier
+from ondevice.engine import Engine
 from ondevice.models.pairs import DrafterRecipe
 
 # Before any test module imports MLX, which would keep its slow BLAS.
@@ -66,3 +67,10 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
     yield mount
     subprocess.run(["umount", str(folder)], check=False, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_pair: Path) -> Iterator[Engine]:
+    """The tiny pair, opened once a file."""
+    with Engine.open_folder(tiny_pair) as engine:
+        yield engine

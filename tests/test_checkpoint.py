@@ -10,18 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from refusing import assert_refused
 
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
-from ondevice.errors import BadCheckpoint, UnsupportedModel, UserError
-
-
-def _refusal(kind: type[UserError], source: Path) -> str:
-    with pytest.raises(kind) as caught:
-        open_checkpoint(source)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert source.name in message
-    return message
+from ondevice.errors import BadCheckpoint, UnsupportedModel
 
 
 def _edit_config(folder: Path, **changes: Any) -> Path:
@@ -105,7 +97,7 @@ def test_end_tokens_come_from_the_generation_config_first(folder: Path) -> None:
     tiny.write_json(folder / "generation_config.json", {"eos_token_id": [3, 0]})
     assert open_checkpoint(folder).eos_token_ids == (3, 0)
     tiny.write_json(folder / "generation_config.json", {"eos_token_id": 9999})
-    assert "below 264" in _refusal(BadCheckpoint, folder)
+    assert "below 264" in assert_refused(BadCheckpoint, folder)
 
 
 def test_sources_carry_the_hash_of_each_file(folder: Path) -> None:
@@ -116,26 +108,26 @@ def test_sources_carry_the_hash_of_each_file(folder: Path) -> None:
 
 
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
-    assert "no model at" in _refusal(BadCheckpoint, tmp_path / "nowhere")
+    assert "no model at" in assert_refused(BadCheckpoint, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_missing_file_is_named(folder: Path, missing: str) -> None:
     (folder / missing).unlink()
-    assert f"expected {missing}" in _refusal(BadCheckpoint, folder)
+    assert f"expected {missing}" in assert_refused(BadCheckpoint, folder)
 
 
 def test_a_missing_shard_is_named(tiny_model: tiny.TinyModel, tmp_path: Path) -> None:
     folder = tiny.write_folder(tiny_model, tmp_path / "model", shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002" in _refusal(BadCheckpoint, folder)
+    assert "model-00002-of-00002" in assert_refused(BadCheckpoint, folder)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, 5000, -1])
 def test_truncated_safetensors_is_refused_at_open(folder: Path, kept: int) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept])
-    message = _refusal(BadCheckpoint, folder)
+    message = assert_refused(BadCheckpoint, folder)
     assert "model.safetensors" in message
     assert "download it again" in message
 
@@ -143,7 +135,7 @@ def test_truncated_safetensors_is_refused_at_open(folder: Path, kept: int) -> No
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"text"'])
 def test_a_damaged_config_is_refused(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
-    assert "config.json" in _refusal(BadCheckpoint, folder)
+    assert "config.json" in assert_refused(BadCheckpoint, folder)
 
 
 @pytest.mark.parametrize(
@@ -158,24 +150,24 @@ def test_a_damaged_config_is_refused(folder: Path, content: str) -> None:
     ],
 )
 def test_impossible_sizes_are_refused(folder: Path, changes: dict[str, Any]) -> None:
-    _refusal(BadCheckpoint, _edit_config(folder, **changes))
+    assert_refused(BadCheckpoint, _edit_config(folder, **changes))
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
-    message = _refusal(BadCheckpoint, _edit_config(folder, intermediate_size=128))
+    message = assert_refused(BadCheckpoint, _edit_config(folder, intermediate_size=128))
     assert "model.layers.0.mlp.gate_proj.weight" in message
     assert "[128, 64]" in message
     assert "[96, 64]" in message
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
-    message = _refusal(BadCheckpoint, _edit_config(folder, num_hidden_layers=3))
+    message = assert_refused(BadCheckpoint, _edit_config(folder, num_hidden_layers=3))
     assert "model.layers.2.input_layernorm.weight" in message
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral", None])
 def test_another_family_is_refused_by_name_with_the_list(folder: Path, family: str | None) -> None:
-    message = _refusal(UnsupportedModel, _edit_config(folder, model_type=family))
+    message = assert_refused(UnsupportedModel, _edit_config(folder, model_type=family))
     assert repr(family) in message
     assert "supported: llama" in message
 
@@ -196,7 +188,7 @@ def test_another_family_is_refused_by_name_with_the_list(folder: Path, family: s
 def test_a_feature_beyond_plain_llama_is_refused_by_name(
     folder: Path, changes: dict[str, Any], named: str
 ) -> None:
-    message = _refusal(UnsupportedModel, _edit_config(folder, **changes))
+    message = assert_refused(UnsupportedModel, _edit_config(folder, **changes))
     assert named in message
     assert "supported: plain Llama" in message
 
@@ -204,7 +196,9 @@ def test_a_feature_beyond_plain_llama_is_refused_by_name(
 def test_an_adapter_s_tensor_is_refused_by_name(tiny_model: tiny.TinyModel, tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.q_proj.lora_a": np.ones((64, 4), np.float32)}
     model = tiny.TinyModel(tiny_model.config, tiny_model.tensors | extra)
-    assert "lora_a" in _refusal(UnsupportedModel, tiny.write_folder(model, tmp_path / "model"))
+    assert "lora_a" in assert_refused(
+        UnsupportedModel, tiny.write_folder(model, tmp_path / "model")
+    )
 
 
 def test_a_redundant_head_of_a_tied_model_is_left_alone(
@@ -220,7 +214,7 @@ def test_integer_weights_are_refused(folder: Path) -> None:
     weights = mx.load(str(folder / "model.safetensors"))
     weights["model.norm.weight"] = mx.ones((64,), dtype=mx.int8)
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    assert "I8" in _refusal(UnsupportedModel, folder)
+    assert "I8" in assert_refused(UnsupportedModel, folder)
 
 
 def test_a_damaged_tokenizer_is_one_line(folder: Path) -> None:

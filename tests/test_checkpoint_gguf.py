@@ -10,22 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from refusing import assert_refused
 
 from ondevice.converters.checkpoint import open_checkpoint
 from ondevice.converters.tokenizer import tokenizer_digest, tokenizer_from_folder
 from ondevice.converters.verifier import write_verifier
-from ondevice.errors import BadCheckpoint, UnsupportedModel, UserError
+from ondevice.errors import BadCheckpoint, UnsupportedModel
 
 TEXT = "the thin  thing's 12345 änd\n\n\tin it <|user|>x"
-
-
-def _refusal(kind: type[UserError], source: Path) -> str:
-    with pytest.raises(kind) as caught:
-        open_checkpoint(source)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert source.name in message
-    return message
 
 
 def _with_metadata(tmp_path: Path, **changes: Any) -> Path:
@@ -98,7 +90,7 @@ def test_llama3_scaling_is_recovered_from_the_table_of_divisors(tmp_path: Path) 
     good = tiny.write_gguf(model, tmp_path / "a.gguf", extra={"rope_freqs.weight": divisors})
     assert open_checkpoint(good).config == model.config
     other = tiny.write_gguf(model, tmp_path / "b.gguf", extra={"rope_freqs.weight": divisors**2})
-    assert "rope_freqs" in _refusal(UnsupportedModel, other)
+    assert "rope_freqs" in assert_refused(UnsupportedModel, other)
 
 
 def test_exported_folder_keeps_tokenizer_identity_ids_and_template(tmp_path: Path) -> None:
@@ -157,7 +149,7 @@ def test_end_of_turn_token_also_ends_a_text(tmp_path: Path) -> None:
 def test_what_is_not_plain_llama_is_refused_by_name(
     change: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    message = _refusal(UnsupportedModel, _with_metadata(tmp_path, **change))
+    message = assert_refused(UnsupportedModel, _with_metadata(tmp_path, **change))
     assert named in message
     assert "supported: " in message
 
@@ -185,7 +177,7 @@ def test_a_damaged_tokenizer_is_one_line(change: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.parametrize("key", ["llama.block_count", "llama.attention.head_count"])
 def test_missing_metadata_is_named(key: str, tmp_path: Path) -> None:
-    assert key in _refusal(BadCheckpoint, _with_metadata(tmp_path, **{key: None}))
+    assert key in assert_refused(BadCheckpoint, _with_metadata(tmp_path, **{key: None}))
 
 
 def test_a_gguf_cut_anywhere_is_refused_with_both_sizes(tmp_path: Path) -> None:
@@ -193,7 +185,7 @@ def test_a_gguf_cut_anywhere_is_refused_with_both_sizes(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for kept in [*range(0, 6000, 377), *range(6000, len(whole), 40_001), len(whole) - 64]:
         file.write_bytes(whole[:kept])
-        message = _refusal(BadCheckpoint, file)
+        message = assert_refused(BadCheckpoint, file)
         assert kept < 16 or str(kept) in message
 
 
@@ -202,27 +194,27 @@ def test_garbage_after_the_magic_is_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         file.write_bytes(b"GGUF\x03\0\0\0" + rng.bytes(500))
-        _refusal(BadCheckpoint, file)
+        assert_refused(BadCheckpoint, file)
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"PK\x03\x04" * 100)
-    assert "GGUF" in _refusal(BadCheckpoint, tmp_path / "model.bin")
+    assert "GGUF" in assert_refused(BadCheckpoint, tmp_path / "model.bin")
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "BF16"])
 def test_other_tensor_types_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     tensors = {"token_embd.weight": (kind, (264, 256), b"\0" * (264 * 512))}
     file = gguf_bytes.write(tmp_path / "model.gguf", {"general.architecture": "llama"}, tensors)
-    message = _refusal(UnsupportedModel, file)
+    message = assert_refused(UnsupportedModel, file)
     assert f"of type {kind}" in message
     assert "Q4_1" in message
 
 
 def test_misshapen_and_missing_tensors_are_named(tmp_path: Path) -> None:
     changes = {"llama.feed_forward_length": mx.array(128, dtype=mx.uint32)}
-    message = _refusal(BadCheckpoint, _with_metadata(tmp_path, **changes))
+    message = assert_refused(BadCheckpoint, _with_metadata(tmp_path, **changes))
     assert "gate_proj" in message
     assert "[128, 64]" in message
     changes = {"llama.block_count": mx.array(5, dtype=mx.uint32)}
-    assert "model.layers.2" in _refusal(BadCheckpoint, _with_metadata(tmp_path, **changes))
+    assert "model.layers.2" in assert_refused(BadCheckpoint, _with_metadata(tmp_path, **changes))

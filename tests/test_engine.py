@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ondevice.coordinator import Coordinator
-from ondevice.engine import Engine
 from ondevice.errors import BadRequest, ContextOverflow
 from ondevice.policy import STRATEGIES
 from ondevice.prompt import Message
@@ -21,12 +19,6 @@ from ondevice.session import Options
 
 PROMPT = [9, 40, 77, 41, 9]
 SHORT = Options(max_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_pair) -> Iterator[Engine]:
-    with Engine.open_folder(tiny_pair) as engine:
-        yield engine
 
 
 def units(session):

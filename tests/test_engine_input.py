@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
-from ondevice.engine import Engine
 from ondevice.errors import BadRequest
 from ondevice.sampling import SamplingParams
 from ondevice.session import Options
 
 PROMPT = [9, 40, 77, 41, 9]
 SHORT = Options(max_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_pair) -> Iterator[Engine]:
-    with Engine.open_folder(tiny_pair) as engine:
-        yield engine
 
 
 @pytest.mark.parametrize(

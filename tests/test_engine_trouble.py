@@ -24,12 +24,6 @@ PROMPT = [9, 40, 77, 41, 9]
 SHORT = Options(max_tokens=16)
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_pair) -> Iterator[Engine]:
-    with Engine.open_folder(tiny_pair) as engine:
-        yield engine
-
-
 class Broken:
     """Delegates to a unit and raises after some calls."""
 

@@ -12,6 +12,7 @@ from verifying import (
     VARIANTS,
     VOCAB,
     assert_cache_equals_fresh_prefill,
+    grafted,
     in_order,
     next_logits,
     oracle_of,
@@ -104,13 +105,7 @@ def with_right_path(rows, oracle, committed, depth):
     for _ in range(depth):
         text = [*committed, rows[0].token, *path]
         path.append(int(np.argmax(next_logits(oracle, text))))
-    mixed, at = list(rows), 0
-    for number, token in enumerate(path):
-        known = [i for i, row in enumerate(mixed) if row.parent == at and row.token == token]
-        if not known:
-            mixed.append(VerifyRow(500 + number, token, at))
-        at = known[0] if known else len(mixed) - 1
-    return tuple(mixed)
+    return grafted(rows, path)
 
 
 def test_rows_of_a_sliding_window_layer_see_no_further_than_the_window():

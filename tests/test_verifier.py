@@ -14,6 +14,7 @@ from verifying import (
     VOCAB,
     assert_cache_equals_fresh_prefill,
     folder_of,
+    grafted,
     in_order,
     next_logits,
     oracle_of,
@@ -90,13 +91,7 @@ def test_a_verdict_is_the_laws_walk_over_logits_decoded_in_order(
 def with_laws_own_path(rows, law, oracle, prompt, depth):
     """The tree with the law's own next `depth` tokens put in below the root."""
     path = plain_text(oracle, law, [*prompt, rows[0].token], depth)
-    mixed, at = list(rows), 0
-    for number, token in enumerate(path):
-        known = [i for i, row in enumerate(mixed) if row.parent == at and row.token == token]
-        if not known:
-            mixed.append(VerifyRow(500 + number, token, at))
-        at = known[0] if known else len(mixed) - 1
-    return tuple(mixed)
+    return grafted(rows, path)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

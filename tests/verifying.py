@@ -137,3 +137,14 @@ def plain_text(model: Any, law: Law, tokens: Sequence[int], count: int) -> list[
     for _ in range(count):
         text.append(law.choose(next_logits(model, text), text))
     return text[len(tokens) :]
+
+
+def grafted(rows: Sequence[VerifyRow], path: Sequence[int]) -> tuple[VerifyRow, ...]:
+    """The tree with the tokens of `path` put in below the root; what it lacked comes last."""
+    mixed, at = list(rows), 0
+    for number, token in enumerate(path):
+        known = [i for i, row in enumerate(mixed) if row.parent == at and row.token == token]
+        if not known:
+            mixed.append(VerifyRow(500 + number, token, at))
+        at = known[0] if known else len(mixed) - 1
+    return tuple(mixed)
