@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from ondevice.acceptance import ClaimKind, claims
 from ondevice.errors import UnitFailed
 from ondevice.lane import Lane
-from ondevice.policy import Policy, Schedule, acceptances
+from ondevice.ledger import Ledger
+from ondevice.policy import LEAST_REACH, Experience, Policy, Schedule, View, policy_for
+from ondevice.proposers import HostProposer
 from ondevice.records import (
     ROOT_ROW,
     AnswerLimits,
     Command,
-    DraftRecord,
     DraftResult,
     DraftRow,
     Emit,
@@ -28,7 +29,6 @@ from ondevice.records import (
     FinishReason,
     NodeToken,
     Proposal,
-    RoundRecord,
     StartDraft,
     StartRun,
     StartVerify,
@@ -37,20 +37,9 @@ from ondevice.records import (
     Verdict,
     VerifyRow,
 )
-from ondevice.tree import SpeculationTree
+from ondevice.tree import Node, SpeculationTree
 
 Phase = Literal["idle", "prefill", "answering", "failed"]
-
-
-class HostProposer(Protocol):
-    """Proposes on the host at every commit, in bounded time (prompt lookup, n-gram pool)."""
-
-    def propose(self, committed: Sequence[int], root: int) -> Sequence[Proposal]:
-        """Proposals below node `root`, whose token is the last of `committed`.
-
-        A proposal's parent is `root`, or -(i + 1) for the i-th of the same list. Its log_q is the
-        proposer's confidence that the verifier takes it.
-        """
 
 
 @dataclass(slots=True)
@@ -62,18 +51,20 @@ class Turn:
     limits: AnswerLimits
     prompt_tokens: int
     started_ns: int
-    first_token_ns: int | None = None
-    ended_ns: int | None = None
     count: int = 0
-    rounds: list[RoundRecord] = field(default_factory=list)
-    drafts: list[DraftRecord] = field(default_factory=list)
 
 
 class Coordinator:
     """Overlaps drafting and verification for one session, and says what the text is."""
 
-    def __init__(self, *, drafter: bool, host_proposers: Sequence[HostProposer] = ()) -> None:
-        """drafter: whether there is one to command."""
+    def __init__(
+        self,
+        *,
+        drafter: bool,
+        host_proposers: Sequence[HostProposer] = (),
+        experience: Experience | None = None,
+    ) -> None:
+        """drafter: whether there is one to command. experience: what is known of the units."""
         self.committed: list[int] = []
         self.tree = SpeculationTree()
         self.turn: Turn | None = None
@@ -84,7 +75,11 @@ class Coordinator:
         self._verifier = Lane("verifier", True, self._out, self._steps)
         self._drafter = Lane("drafter", drafter, self._out, self._steps)
         self._host_proposers = tuple(host_proposers)
-        self._policy = Policy(Schedule())
+        self.experience = experience or Experience()
+        self._policy: Policy = policy_for(Schedule(), self.experience, "greedy", 0)
+        self._ledger = Ledger(self.experience.costs)
+        self._draft_steps = 0
+        self._draft_began_ns = 0
         self._untold: list[NodeToken] = []
         self._dropped: list[int] = []
 
@@ -107,7 +102,9 @@ class Coordinator:
             raise UnitFailed("the verifier failed earlier; open a new session")
         if self.phase != "idle":
             raise RuntimeError("an answer is under way")
-        self._policy = Policy(schedule)
+        kind = schedule.claim_kind(greedy)
+        self._policy = policy_for(schedule, self.experience, kind, len(tokens))
+        self._ledger, self._draft_steps = Ledger(self.experience.costs), 0
         self.turn = Turn(schedule, greedy, limits, len(tokens), now_ns)
         common = _common_prefix(self.committed, tokens)
         self.committed = list(tokens)
@@ -145,14 +142,14 @@ class Coordinator:
         verifier = self._verifier
         if verifier.runs(verdict.step):
             stale, running = verifier.stale, verifier.running
-            rows = running.rows if isinstance(running, StartVerify) else ()
+            verify = running if isinstance(running, StartVerify) else None
             waited_ns = max(0, verdict.start_ns - verifier.idle_since_ns)
             if verdict.more:
                 verifier.idle_since_ns = now_ns
             else:
                 verifier.rest(now_ns)
             if not stale and verdict.tokens:
-                self._commit(now_ns, verdict, rows, waited_ns)
+                self._commit(now_ns, verdict, verify, waited_ns)
         return self._proceed(now_ns)
 
     def on_failure(self, now_ns: int, unit: UnitName, error: BaseException) -> list[Command]:
@@ -187,46 +184,85 @@ class Coordinator:
         if self.phase == "prefill" and self._verifier.free:
             self.phase = "answering"
             self._verifier.idle_since_ns = now_ns
+            self._ledger.begin(now_ns)
         if self.phase in ("prefill", "answering"):
-            self._start_draft()
+            self._start_draft(now_ns)
         if self.phase == "answering":
-            self._start_verify()
+            self._start_verify(now_ns)
         out = list(self._out)
         self._out.clear()
         return out
 
-    def _start_draft(self) -> None:
-        schedule = self._policy.schedule
-        if not schedule.speculates or not self._drafter.free:
+    def _start_draft(self, now_ns: int) -> None:
+        if not self._speculates or not self._drafter.free:
             return
-        if schedule.strategy == "sequential" and not self._verifier.free:
+        view = self._view(now_ns)
+        in_turn = self._policy.strategy == "sequential"
+        if in_turn and (view.verifying or not self._policy.shall_wait(view)):
             return
-        nodes = self._policy.nodes_to_expand(self.tree)
+        nodes = self._policy.to_expand(view)
         if not nodes:
             return
         for node in nodes:
-            self.tree[node].expansion = "running"
-        rows = tuple(DraftRow(node, self.tree.path(node)) for node in nodes)
+            node.expansion = "running"
+        rows = tuple(DraftRow(node.id, self.tree.path(node.id)) for node in nodes)
         untold, dropped = tuple(self._untold), tuple(self._dropped)
         self._untold, self._dropped = [], []
         self._drafter.held += len(untold)
+        self._draft_began_ns = now_ns
         self._drafter.send(StartDraft(next(self._steps), rows, untold, dropped))
 
-    def _start_verify(self) -> None:
+    def _start_verify(self, now_ns: int) -> None:
         if not self._verifier.free:
             return
-        root = NodeToken(self.tree.root, self.tree[self.tree.root].token)
+        if not self._speculates:
+            root = NodeToken(self.tree.root, self.tree[self.tree.root].token)
+            limit = self._policy.run_tokens(self._tokens_left)
+            self._verifier.send(StartRun(next(self._steps), root, limit))
+            return
+        view = self._view(now_ns)
+        if view.expanding is not None and self._policy.shall_wait(view):
+            return
+        selection = self._policy.to_verify(view)
+        rows = self._rows([node.id for node in selection.nodes])
+        # Fill hangs below the last row, so that a chain stays one.
+        fill = tuple(
+            VerifyRow(NOWHERE, rows[-1].token, index - 1)
+            for index in range(len(rows), selection.rows)
+        )
+        self._draft_steps = 0
+        assert self.turn is not None
+        rule = self.turn.schedule.rule
+        self._verifier.send(StartVerify(next(self._steps), rows, rule, fill))
+
+    @property
+    def _speculates(self) -> bool:
         proposers = self._drafter.alive or bool(self._host_proposers)
-        if not (self._policy.schedule.speculates and proposers) and len(self.tree) == 1:
-            self._verifier.send(StartRun(next(self._steps), root, self._tokens_left))
-            return
-        drafting = isinstance(self._drafter.running, StartDraft) and not self._drafter.stale
-        if drafting and self._policy.shall_wait(self.tree):
-            return
-        # The last token of an answer is always the verifier's own, so a deeper row is wasted.
-        nodes = self._policy.nodes_to_verify(self.tree, depth=self._tokens_left - 1)
-        command = StartVerify(next(self._steps), self._rows(nodes), self._policy.schedule.rule)
-        self._verifier.send(command)
+        return proposers and self._policy.strategy != "plain"
+
+    @property
+    def _drafting(self) -> StartDraft | None:
+        """The drafter's step for this answer."""
+        running = self._drafter.running
+        return running if isinstance(running, StartDraft) and not self._drafter.stale else None
+
+    def _view(self, now_ns: int) -> View:
+        step = self._drafting
+        remaining_ms = 0.0
+        if step is not None:
+            expected_ms = self.experience.costs.drafter.ms(len(step.rows))
+            passed_ms = (now_ns - self._draft_began_ns) / 1e6
+            remaining_ms = max(LEAST_LEFT * expected_ms, expected_ms - passed_ms)
+        return View(
+            tree=self.tree,
+            context=len(self.committed) - 1,
+            # The last token of an answer is always the verifier's own, so a deeper row is wasted.
+            levels=self._tokens_left - 1,
+            verifying=self._verifier.running is not None,
+            expanding=None if step is None else [row.node for row in step.rows],
+            remaining_ms=remaining_ms,
+            steps=self._draft_steps,
+        )
 
     def _rows(self, nodes: Sequence[int]) -> tuple[VerifyRow, ...]:
         root = self.tree.root
@@ -240,28 +276,34 @@ class Coordinator:
 
     def _grow(self, result: DraftResult, rows: Sequence[DraftRow]) -> None:
         assert self.turn is not None
+        before = len(self.tree)
+        families: dict[int, list[Proposal]] = {}
         for row in rows:
             if row.node in self.tree:
                 self.tree[row.node].expansion = "done"
-        before = len(self.tree)
-        families: dict[int, list[Proposal]] = defaultdict(list)
         for proposal in result.proposals:
             if proposal.parent in self.tree:
-                families[proposal.parent].append(proposal)
+                families.setdefault(proposal.parent, []).append(proposal)
+        kind = self.turn.schedule.claim_kind(self.turn.greedy)
         for parent, children in families.items():
-            if self._policy.schedule.rule == "rejection" and self.tree[parent].children:
-                continue
-            children.sort(key=lambda child: child.rank)
-            chances = acceptances(children, self.turn.greedy)
-            for child, chance in zip(children, chances, strict=True):
+            self._add_children(self.tree[parent], children, kind)
+        self._draft_steps += 1
+        self._ledger.drafted(result, len(rows), len(self.tree) - before)
+
+    def _add_children(self, parent: Node, children: list[Proposal], kind: ClaimKind) -> None:
+        if kind == "sampled" and parent.children:
+            return
+        children.sort(key=lambda child: child.rank)
+        parent.claims = tuple(claims(children, kind))
+        parent.offered = tuple(child.token for child in children)
+        chances = self.experience.acceptances[kind].chances(parent.claims)
+        for child, chance in zip(children, chances, strict=True):
+            # Under rejection a token must not decide whether it is tested: that biases the text.
+            if kind == "sampled" or parent.reach * chance >= LEAST_REACH:
                 self.tree.add(child, chance)
-        kept = len(self.tree) - before
-        self.turn.drafts.append(
-            DraftRecord(len(rows), kept, result.start_ns, result.end_ns, result.window)
-        )
 
     def _propose_on_host(self) -> None:
-        if not self._policy.schedule.speculates:
+        if not self._speculates:
             return
         for proposer in self._host_proposers:
             ids: list[int] = []
@@ -282,7 +324,11 @@ class Coordinator:
         return self.turn.limits.max_tokens - self.turn.count
 
     def _commit(
-        self, now_ns: int, verdict: Verdict, rows: Sequence[VerifyRow], waited_ns: int
+        self,
+        now_ns: int,
+        verdict: Verdict,
+        command: StartVerify | None,
+        waited_ns: int,
     ) -> None:
         turn = self.turn
         assert turn is not None
@@ -295,21 +341,13 @@ class Coordinator:
         self._dropped.extend(rerooted.dropped)
         self._verifier.held = len(self.committed) - 1
         turn.count += len(tokens)
-        if turn.first_token_ns is None:
-            turn.first_token_ns = now_ns
-        turn.rounds.append(
-            RoundRecord(
-                drafted=_rows_within(rows, depth=len(tokens)),
-                accepted=len(proposers),
-                committed=len(tokens),
-                start_ns=verdict.start_ns,
-                end_ns=verdict.end_ns,
-                waited_ns=waited_ns,
-                root_was_known=rerooted.known == len(tokens),
-                accepted_by=proposers,
-            )
+        context = len(self.committed) - len(tokens) - 1
+        record = self._ledger.close_round(
+            self._policy.strategy, verdict, command, rerooted, context, waited_ns, proposers
         )
-        self._out.append(Emit(_emitted(tokens, verdict, proposers)))
+        drafting_since_ns = None if self._drafting is None else self._draft_began_ns
+        self._policy.learn(record, self._ledger.learn(record, drafting_since_ns, now_ns))
+        self._out.append(Emit(_emitted(tokens, verdict, proposers), record))
         if reason is not None:
             self._end(now_ns, reason)
         else:
@@ -329,28 +367,21 @@ class Coordinator:
     def _end(self, now_ns: int, reason: FinishReason, error: BaseException | None = None) -> None:
         """Close the answer: both caches go back to the committed tokens, all nodes are dropped."""
         assert self.turn is not None
-        self.turn.ended_ns = now_ns
         self.phase = "idle"
         self._verifier.roll_back()
         self._drafter.roll_back()
-        self._out.append(Stop(reason, error))
+        self._out.append(Stop(reason, error, self._ledger.left_over()))
 
 
 NOWHERE = -1
 """A node id that no tree ever holds."""
+LEAST_LEFT = 0.1
+"""A drafter step that is overdue is expected to take this part of its usual time yet."""
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _rows_within(rows: Sequence[VerifyRow], depth: int) -> int:
-    """How many rows lie 1 to `depth` levels below row 0."""
-    depths = [0]
-    for row in rows[1:]:
-        depths.append(depths[row.parent] + 1)
-    return sum(1 for level in depths if 1 <= level <= depth)
 
 
 def _emitted(

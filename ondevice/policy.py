@@ -1,110 +1,311 @@
 """What to draft, what to verify and when to wait: pure decisions over a tree.
 
-Three schedules. `plain` never speculates. `sequential` lets the drafter build its tree, then the
+Four strategies. `plain` never speculates. `sequential` lets the drafter build its tree, then the
 verifier judge it, in turn. `pipelined` keeps both at work: the drafter grows the tree while the
-verifier is busy with a part of it.
+verifier is busy with a part of it. `auto` chooses among the three by the rates that it measures.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from ondevice.records import AcceptanceRule, Proposal
-from ondevice.tree import SpeculationTree
+from ondevice.acceptance import Acceptance, ClaimKind
+from ondevice.arbiter import Active, Arbiter
+from ondevice.costs import CostModel
+from ondevice.planning import MOST_ROWS, Growth, best_round, best_step
+from ondevice.records import AcceptanceRule, StepRecord
+from ondevice.tree import Node, SpeculationTree
 
-Strategy = Literal["plain", "sequential", "pipelined"]
-STRATEGIES: tuple[Strategy, ...] = ("plain", "sequential", "pipelined")
+Strategy = Literal["auto", "plain", "sequential", "pipelined"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "plain", "sequential", "pipelined")
 
-SIBLING_SHARE = 0.45
-"""Each later child takes this part of the probability left (the model of DESIGN section 1)."""
+DEFAULT_CHILDREN = 4
+"""Proposals per node of a tree: the fourth is right about once in 20 positions (a = 0.7), and a
+node that is never drafted further costs microseconds."""
+TREE_NODES = 128
+"""A tree this large is not grown: what lies so far out is rarely reached (2.47 times plain with 96
+nodes on the 8B row of DESIGN section 1, 2.50 with 160, no more with 400)."""
+LEAST_REACH = 0.002
+"""Nodes less likely than this are not kept (2.41 times plain there at 0.005, 2.28 at 0.01)."""
+PACE_MEMORY_MS = 3000.0
+"""Time until an old round weighs 1/e in the pace."""
+PACE_PRIOR_ROUNDS = 4.0
+"""A pace starts as plain decoding's, which counts as this many rounds."""
 
 
-DEFAULT_CHILDREN = 3
-"""Proposals per node of a tree."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A round of fixed size, for experiments.
+
+    verify_rows: rows of a forward, root included. depth: drafter steps a round under `sequential`;
+    the deepest level drafted under `pipelined`. draft_rows: nodes expanded a step.
+    """
+
+    verify_rows: int
+    depth: int
+    draft_rows: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A strategy and its sizes.
+    """A strategy and its shape.
 
-    children: proposals per node; 1 makes chains. draft_rows: nodes expanded a drafter step; 8
-    rows cost the Neural Engine about what 1 costs. verify_rows: rows of a verifier forward, the
-    root included. depth: the deepest level drafted. tree_nodes: a tree this large is not grown.
-    least_path_probability: nodes below it are not worth a row.
+    children: proposals per node; 1 makes chains. sizes: None chooses them from the measured costs.
     """
 
-    strategy: Strategy = "pipelined"
+    strategy: Strategy = "auto"
     children: int = DEFAULT_CHILDREN
-    draft_rows: int = 8
-    verify_rows: int = 8
-    depth: int = 6
-    tree_nodes: int = 32
-    least_path_probability: float = 0.02
     rule: AcceptanceRule = "coupled"
+    sizes: Sizes | None = None
 
     @property
     def speculates(self) -> bool:
         """Whether a drafter is of any use to it."""
         return self.strategy != "plain"
 
+    def claim_kind(self, greedy: bool) -> ClaimKind:
+        """What its drafter's confidence is made of."""
+        if greedy:
+            return "greedy"
+        return "sampled" if self.rule == "rejection" else "noisy"
 
-def acceptances(children: Sequence[Proposal], greedy: bool) -> list[float]:
-    """Probability that the verifier takes each of one node's children, given in rank order.
 
-    Greedy: the drafter's own probability. With noise the perturbed order decides, so the first
-    child's chance is a logistic of its lead (the difference of two Gumbels is logistic), and every
-    later child takes SIBLING_SHARE of the rest.
+class Experience:
+    """What has been learned about a pair on this machine, from answer to answer."""
+
+    def __init__(self, costs: CostModel | None = None) -> None:
+        self.costs = costs or CostModel()
+        self.acceptances: defaultdict[ClaimKind, Acceptance] = defaultdict(Acceptance)
+        self.arbiter = Arbiter()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a decision looks at.
+
+    context: tokens before the root. levels: how deep a row may lie to be of use. verifying: the
+    verifier is at work. expanding: nodes of the drafter step under way, None when it is at rest;
+    remaining_ms: until that step ends. steps: drafter steps since the last forward began.
     """
-    if greedy:
-        return [math.exp(min(child.log_q, 0.0)) for child in children]
-    result: list[float] = []
-    left = 1.0
-    for child in children:
-        share = 1 / (1 + math.exp(-min(child.gap, 30.0))) if child.rank == 0 else SIBLING_SHARE
-        result.append(left * share)
-        left -= result[-1]
-    return result
+
+    tree: SpeculationTree
+    context: int
+    levels: int
+    verifying: bool
+    expanding: Sequence[int] | None = None
+    remaining_ms: float = 0.0
+    steps: int = 0
+
+    def useful(self) -> list[Node]:
+        """Nodes below the root that may be verified, likeliest first."""
+        deepest = self.tree[self.tree.root].depth + self.levels
+        return [node for node in self.tree.likeliest()[1:] if node.depth <= deepest]
+
+    def unexpanded(self) -> list[Node]:
+        """Nodes without children from the drafter, likeliest first; those verified last aside."""
+        deepest = self.tree[self.tree.root].depth + self.levels
+        return [
+            node
+            for node in self.tree.likeliest()
+            if node.expansion == "none" and node.depth < deepest
+        ]
 
 
-class Policy:
-    """Decisions of one schedule. Holds no state: everything is read from the tree."""
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Nodes for a forward, parents first, and how many rows it shall have, root and fill included."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    nodes: Sequence[Node]
+    rows: int
 
-    def nodes_to_expand(self, tree: SpeculationTree) -> list[int]:
+
+class Policy(Protocol):
+    """The decisions of one answer."""
+
+    @property
+    def strategy(self) -> Active:
+        """What is in force."""
+
+    def to_expand(self, view: View) -> list[Node]:
         """Nodes for the next drafter step, likeliest first; empty when none is worth it."""
-        plan = self.schedule
-        if len(tree) > plan.tree_nodes:
-            return []
 
-        def wanted(probability: float, depth: int) -> bool:
-            return depth < plan.depth and self._worth_a_row(probability)
+    def shall_wait(self, view: View) -> bool:
+        """Whether the idle verifier should wait: for the step under way, or for the next one."""
 
-        return tree.unexpanded(wanted, plan.draft_rows)
+    def to_verify(self, view: View) -> Selection:
+        """The next forward."""
 
-    def _worth_a_row(self, path_probability: float) -> bool:
-        # Under rejection a token must not decide whether it is tested: that would bias the text.
-        if self.schedule.rule == "rejection":
-            return True
-        return path_probability >= self.schedule.least_path_probability
+    def run_tokens(self, left: int) -> int:
+        """How many of the `left` tokens to decode plainly, under `plain`."""
 
-    def nodes_to_verify(self, tree: SpeculationTree, depth: int) -> list[int]:
-        """Nodes below the root for the next forward, parents first, at most `depth` levels."""
-        useful = (
-            node.id
-            for node, probability, level in tree.likeliest()
-            if level <= depth and self._worth_a_row(probability)
-        )
-        return list(itertools.islice(useful, self.schedule.verify_rows - 1))
+    def learn(self, record: StepRecord, elapsed_ms: float) -> None:
+        """A round is over; elapsed_ms: since the last one was."""
 
-    def shall_wait(self, tree: SpeculationTree) -> bool:
-        """Whether the idle verifier should wait for the drafter step that is running.
 
-        `pipelined` waits only while the root has no child, `sequential` always.
+def policy_for(schedule: Schedule, experience: Experience, kind: ClaimKind, context: int) -> Policy:
+    """The policy of an answer that starts after `context` tokens."""
+    if schedule.sizes is not None:
+        return FixedPolicy(schedule, schedule.sizes)
+    return RatePolicy(schedule, experience, experience.acceptances[kind], context)
+
+
+class FixedPolicy:
+    """Every round alike: what a schedule is compared with."""
+
+    def __init__(self, schedule: Schedule, sizes: Sizes) -> None:
+        if schedule.strategy == "auto":
+            raise ValueError("`auto` chooses its sizes; a fixed schedule needs a strategy")
+        self.strategy: Active = schedule.strategy
+        self._sizes = sizes
+
+    def to_expand(self, view: View) -> list[Node]:
+        """The likeliest, down to the fixed depth."""
+        root_depth = view.tree[view.tree.root].depth
+        sequential = self.strategy == "sequential"
+        return [
+            node
+            for node in view.unexpanded()
+            if sequential or node.depth - root_depth < self._sizes.depth
+        ][: self._sizes.draft_rows]
+
+    def shall_wait(self, view: View) -> bool:
+        """Sequential: until all steps are done. Pipelined: for a first child of the root."""
+        if self.strategy == "sequential":
+            more = view.steps < self._sizes.depth and bool(view.unexpanded())
+            return view.expanding is not None or more
+        return view.expanding is not None and not view.tree[view.tree.root].children
+
+    def to_verify(self, view: View) -> Selection:
+        """The likeliest nodes that fit."""
+        nodes = view.useful()[: self._sizes.verify_rows - 1]
+        return Selection(nodes, len(nodes) + 1)
+
+    def run_tokens(self, left: int) -> int:
+        """All."""
+        return left
+
+    def learn(self, record: StepRecord, elapsed_ms: float) -> None:
+        """Nothing."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens per millisecond of the rounds so far, old ones fading."""
+
+    tokens: float
+    elapsed_ms: float
+
+    @property
+    def value(self) -> float:
+        """Tokens per millisecond."""
+        return self.tokens / self.elapsed_ms
+
+    def learn(self, tokens: int, elapsed_ms: float) -> None:
+        """Take in a round."""
+        keep = max(0.5, 1 - elapsed_ms / PACE_MEMORY_MS)
+        self.tokens = self.tokens * keep + tokens
+        self.elapsed_ms = self.elapsed_ms * keep + elapsed_ms
+
+
+class RatePolicy:
+    """Every decision by the rate formula of `ondevice.planning`, on measured costs."""
+
+    def __init__(
+        self, schedule: Schedule, experience: Experience, acceptance: Acceptance, context: int
+    ) -> None:
+        self._schedule = schedule
+        self._costs, self._acceptance = experience.costs, acceptance
+        self._arbiter = experience.arbiter
+        plain_ms = self._costs.plain.ms(1, context)
+        prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * plain_ms)
+        self._paces: defaultdict[Active, Pace] = defaultdict(lambda: Pace(*prior))
+
+    @property
+    def strategy(self) -> Active:
+        """What was set; under `auto` what the arbiter decided."""
+        chosen = self._schedule.strategy
+        return self._arbiter.strategy if chosen == "auto" else chosen
+
+    @property
+    def _pace(self) -> float:
+        return self._paces[self.strategy].value
+
+    def to_expand(self, view: View) -> list[Node]:
+        """As many of the likeliest as the cheapest step per reach takes.
+
+        While the verifier works, a step must bring more than the time by which it slows that down.
         """
-        return self.schedule.strategy == "sequential" or not tree[tree.root].children
+        if self.strategy == "plain" or len(view.tree) > TREE_NODES:
+            return []
+        nodes = view.unexpanded()
+        if not nodes:
+            return []
+        rows, step_ms = self._best_step([node.reach for node in nodes], view.verifying)
+        nodes = nodes[:rows]
+        if view.verifying:
+            lost_ms = step_ms * (self._costs.slowdown(view.context) - 1)
+            gain = sum(node.reach for node in nodes) * self._acceptance.first_choice
+            if gain < self._pace * lost_ms:
+                return []
+        return nodes
+
+    def _best_step(self, reaches: Sequence[float], beside: bool) -> tuple[int, float]:
+        drafter = self._costs.drafter
+        counts = drafter.row_counts
+        curve_ms, _ = drafter.curve(counts[-1], 0, float(beside))
+        return best_step(reaches, counts, curve_ms)
+
+    def shall_wait(self, view: View) -> bool:
+        """Whether a round after the next drafter steps is worth more than one now."""
+        ready = [node.reach for node in view.useful()]
+        unexpanded = [node.reach for node in view.unexpanded()]
+        rows, step_ms = self._best_step(unexpanded or [1.0], beside=False)
+        if view.expanding is not None:
+            running = [view.tree[node].reach for node in view.expanding if node in view.tree]
+            remaining_ms = view.remaining_ms
+        else:
+            running, unexpanded = unexpanded[:rows], unexpanded[rows:]
+            remaining_ms = step_ms
+        growth = Growth(
+            ready=ready,
+            running=running,
+            unexpanded=unexpanded,
+            shares=self._acceptance.expected(self._schedule.children),
+            step_rows=rows,
+            step_ms=step_ms,
+            remaining_ms=remaining_ms,
+        )
+        curve_ms, pace = self._verify_ms(view), self._pace
+        return growth.best_wait(curve_ms, pace) > best_round(ready, curve_ms, pace).value
+
+    def to_verify(self, view: View) -> Selection:
+        """The number of nodes of the best value, and as many more as cost nothing."""
+        nodes = view.useful()
+        best = best_round([node.reach for node in nodes], self._verify_ms(view), self._pace)
+        rows = self._costs.verifier.filled(best.nodes + 1, view.context, self._beside(view))
+        return Selection(nodes[: rows - 1], rows)
+
+    def _beside(self, view: View) -> float:
+        return 1.0 if self.strategy == "pipelined" else 0.0
+
+    def _verify_ms(self, view: View) -> Sequence[float]:
+        verifier = self._costs.verifier
+        curve_ms, _ = verifier.curve(MOST_ROWS, view.context, self._beside(view))
+        return curve_ms[: MOST_ROWS + 1]
+
+    def run_tokens(self, left: int) -> int:
+        """Under `auto` until the next probe, else all."""
+        return left if self._schedule.strategy == "plain" else min(left, self._arbiter.run_tokens)
+
+    def learn(self, record: StepRecord, elapsed_ms: float) -> None:
+        """Costs, acceptance, the pace, and under `auto` which strategy shall be in force."""
+        for outcome in record.outcomes:
+            self._acceptance.learn(outcome)
+        self._paces[self.strategy].learn(record.committed, elapsed_ms)
+        if self._schedule.strategy == "auto":
+            plain_ms = self._costs.plain.ms(1, record.context)
+            slowdown = self._costs.slowdown(record.context)
+            self._arbiter.learn(record.committed, elapsed_ms, plain_ms, slowdown)

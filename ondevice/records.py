@@ -152,17 +152,22 @@ class EmittedToken:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Tokens that are now part of the text."""
+    """Tokens that are now part of the text, and the record of the round that made them so."""
 
     tokens: tuple[EmittedToken, ...]
+    record: StepRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The answer is complete. `error` is set when reason is "error"."""
+    """The answer is complete. `error` is set when reason is "error".
+
+    drafts: drafter steps that ended since the last round.
+    """
 
     reason: FinishReason
     error: BaseException | None = None
+    drafts: tuple[DraftRecord, ...] = ()
 
 
 Command = Prefill | StartDraft | StartVerify | StartRun | Truncate | Emit | Stop
@@ -175,8 +180,9 @@ Command = Prefill | StartDraft | StartVerify | StartRun | Truncate | Emit | Stop
 class DraftResult:
     """What a drafter step found: children of the rows, rank by rank.
 
-    catch_up_steps: forwards that were needed before this one. window: the first position that the
-    drafter still sees beyond its four oldest, 0 while it sees everything.
+    catch_up_steps: forwards that were needed before this one. function_rows: of the function that
+    ran, when it ran once: the step's time is that function's; else 0. window: the first position
+    that the drafter still sees beyond its four oldest, 0 while it sees everything.
     """
 
     step: int
@@ -184,6 +190,7 @@ class DraftResult:
     start_ns: int
     end_ns: int
     catch_up_steps: int = 0
+    function_rows: int = 0
     window: int = 0
 
 
@@ -227,13 +234,46 @@ class AnswerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRecord:
-    """One verdict. drafted counts the rows put before the verifier, root excluded.
+class Outcome:
+    """What became of the children that the drafter gave one node of the committed path.
 
-    accepted and committed count what stayed after the answer's end was cut. waited_ns: how long
-    the verifier had been idle. root_was_known: the tree already held the new root.
+    claims: its claimed chance of each, in rank order; empty when it had not expanded the node.
+    taken: rank of the one that is now text, -1 for none.
     """
 
+    claims: tuple[float, ...]
+    taken: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRecord:
+    """One drafter step: rows expanded, nodes that the tree gained, when.
+
+    function_rows: as in `DraftResult`.
+    """
+
+    rows: int
+    function_rows: int
+    kept: int
+    start_ns: int
+    end_ns: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One round: what was drafted, verified, accepted and waited for, and when.
+
+    strategy: the one in force. context: tokens before the root. rows: of the forward, root and
+    fill included. drafted: rows put before the verifier, root excluded; like accepted and committed
+    it counts what stayed after the answer's end was cut. waited_ns: how long the verifier had been
+    idle. root_was_known: the tree already held the new root. accepted_by: proposers. outcomes: one
+    per committed token. drafts: drafter steps that ended since the last round.
+    """
+
+    strategy: str
+    context: int
+    rows: int
     drafted: int
     accepted: int
     committed: int
@@ -241,15 +281,6 @@ class RoundRecord:
     end_ns: int
     waited_ns: int
     root_was_known: bool
-    accepted_by: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRecord:
-    """One drafter step: rows expanded, nodes that the tree gained, when."""
-
-    rows: int
-    kept: int
-    start_ns: int
-    end_ns: int
-    window: int
+    accepted_by: tuple[str, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    drafts: tuple[DraftRecord, ...] = ()

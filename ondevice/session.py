@@ -14,7 +14,7 @@ from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Schedule, Strategy
 from ondevice.prompt import Message, Prompt, PromptReader
 from ondevice.records import AcceptanceRule, AnswerLimits, EmittedToken, FinishReason, Stop
 from ondevice.sampling import Law, SamplingParams
-from ondevice.statistics import Statistics, summarise
+from ondevice.statistics import Statistics, Tally
 from ondevice.text import TextStream
 from ondevice.units import TreeShape
 
@@ -27,7 +27,8 @@ class Options:
     """How to answer.
 
     max_tokens: at least 1; the verifier's context limits it too. stop: strings that end the answer
-    and are not part of it. strategy: changes the speed, never the text. rule: `coupled` gives the
+    and are not part of it. strategy: changes the speed, never the text;
+    `auto` goes by what it measures. rule: `coupled` gives the
     same text for the same seed with any strategy; `rejection` the same distribution, in chains.
     children: proposals per node, None chooses; 1 makes chains.
     """
@@ -35,7 +36,7 @@ class Options:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
-    strategy: Strategy = "pipelined"
+    strategy: Strategy = "auto"
     rule: AcceptanceRule = "coupled"
     children: int | None = None
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ondevice.coordinator import Turn
-from ondevice.records import DraftRecord, RoundRecord
+from ondevice.records import DraftRecord, Emit, StepRecord, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +16,7 @@ class Statistics:
     after the first verdict, over the time since then. num_spec_steps: verdicts over at least one
     draft token. num_draft_tokens: draft tokens put before the verifier, those beyond the answer's
     end not counted. mean_acceptance_length: 1 + accepted / steps. *_busy: share of the time from
-    the first verification's start to the answer's end. drafter_window: first position that the
+    the first verification's start to the last one's end. drafter_window: first position that the
     drafter still saw, 0 for all.
     """
 
@@ -48,52 +46,96 @@ class Statistics:
 NO_ENERGY = "this version reads no energy counter"
 
 
-def summarise(turn: Turn, reason: str, seed: int) -> Statistics:
-    """The statistics of a finished turn."""
-    speculated = [r for r in turn.rounds if r.drafted]
-    drafted = sum(r.drafted for r in speculated)
-    accepted = sum(r.accepted for r in speculated)
-    since_ns = turn.rounds[0].start_ns if turn.rounds else 0
-    until_ns = turn.ended_ns or 0
-    return Statistics(
-        strategy=turn.schedule.strategy,
-        reason=reason,
-        prompt_tokens=turn.prompt_tokens,
-        completion_tokens=turn.count,
-        ttft_ms=_ttft_ms(turn),
-        decode_tok_s=_decode_tok_s(turn.rounds),
-        num_spec_steps=len(speculated),
-        num_draft_tokens=drafted,
-        num_accepted_draft_tokens=accepted,
-        mean_acceptance_length=1 + accepted / len(speculated) if speculated else None,
-        draft_acceptance_rate=accepted / drafted if drafted else None,
-        drafter_busy=_busy(turn.drafts, since_ns, until_ns),
-        verifier_busy=_busy(turn.rounds, since_ns, until_ns),
-        drafter_window=max((d.window for d in turn.drafts), default=0),
-        seed=seed,
-        energy_mj=None,
-        energy_reason=NO_ENERGY,
-    )
+@dataclass(slots=True)
+class Tally:
+    """Adds up an answer's step records as they come; keeps none of them.
 
+    asked_ns: when the prompt arrived at the coordinator.
+    """
 
-def _ttft_ms(turn: Turn) -> float | None:
-    if turn.first_token_ns is None:
-        return None
-    return (turn.first_token_ns - turn.started_ns) / 1e6
+    strategy: str
+    prompt_tokens: int
+    asked_ns: int
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    window: int = 0
+    first_token_ns: int | None = None
+    first_start_ns: int | None = None
+    first_end_ns: int = 0
+    first_tokens: int = 0
+    last_end_ns: int = 0
+    verifier_ns: int = 0
+    drafter_ns: int = 0
 
+    def take(self, event: Emit | Stop, now_ns: int) -> None:
+        """Add what the coordinator said at `now_ns`."""
+        if isinstance(event, Stop):
+            self._add_drafts(event.drafts)
+            return
+        if self.first_token_ns is None:
+            self.first_token_ns = now_ns
+        self.add(event.record)
 
-def _decode_tok_s(rounds: list[RoundRecord]) -> float | None:
-    if len(rounds) < 2:
-        return None
-    elapsed_ns = rounds[-1].end_ns - rounds[0].end_ns
-    tokens = sum(r.committed for r in rounds[1:])
-    return tokens / (elapsed_ns / 1e9) if elapsed_ns > 0 else None
+    def add(self, record: StepRecord) -> None:
+        """Add one round."""
+        if self.first_start_ns is None:
+            self.first_start_ns, self.first_end_ns = record.start_ns, record.end_ns
+            self.first_tokens = record.committed
+        self.tokens += record.committed
+        self.last_end_ns = record.end_ns
+        self.verifier_ns += record.end_ns - record.start_ns
+        if record.drafted:
+            self.steps += 1
+            self.drafted += record.drafted
+            self.accepted += record.accepted
+        self._add_drafts(record.drafts)
 
+    def _add_drafts(self, drafts: tuple[DraftRecord, ...]) -> None:
+        since_ns = self.first_start_ns
+        for draft in drafts:
+            self.window = max(self.window, draft.window)
+            if since_ns is not None:
+                until_ns = min(draft.end_ns, self.last_end_ns)
+                self.drafter_ns += max(0, until_ns - max(draft.start_ns, since_ns))
 
-def _busy(
-    records: Sequence[RoundRecord] | Sequence[DraftRecord], since_ns: int, until_ns: int
-) -> float | None:
-    if not since_ns < until_ns:
-        return None
-    spans = (min(r.end_ns, until_ns) - max(r.start_ns, since_ns) for r in records)
-    return sum(span for span in spans if span > 0) / (until_ns - since_ns)
+    def summary(self, reason: str, seed: int) -> Statistics:
+        """The statistics so far."""
+        return Statistics(
+            strategy=self.strategy,
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.tokens,
+            ttft_ms=self._ttft_ms,
+            decode_tok_s=self._decode_tok_s,
+            num_spec_steps=self.steps,
+            num_draft_tokens=self.drafted,
+            num_accepted_draft_tokens=self.accepted,
+            mean_acceptance_length=1 + self.accepted / self.steps if self.steps else None,
+            draft_acceptance_rate=self.accepted / self.drafted if self.drafted else None,
+            drafter_busy=self._share(self.drafter_ns),
+            verifier_busy=self._share(self.verifier_ns),
+            drafter_window=self.window,
+            seed=seed,
+            energy_mj=None,
+            energy_reason=NO_ENERGY,
+        )
+
+    @property
+    def _ttft_ms(self) -> float | None:
+        if self.first_token_ns is None:
+            return None
+        return (self.first_token_ns - self.asked_ns) / 1e6
+
+    @property
+    def _decode_tok_s(self) -> float | None:
+        elapsed_ns = self.last_end_ns - self.first_end_ns
+        if elapsed_ns <= 0:
+            return None
+        return (self.tokens - self.first_tokens) / (elapsed_ns / 1e9)
+
+    def _share(self, busy_ns: int) -> float | None:
+        if self.first_start_ns is None or self.last_end_ns <= self.first_start_ns:
+            return None
+        return busy_ns / (self.last_end_ns - self.first_start_ns)

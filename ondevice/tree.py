@@ -1,32 +1,40 @@
 """The speculation tree: tokens that may follow the last committed one, and how likely they are.
 
-The root is the last committed token. Probabilities are of acceptance, given by whoever adds a
-node; a node's path probability is the product down from the root.
+The root is the last committed token. Chances are of acceptance, given by whoever adds a node; a
+node's reach is the product of the chances from the root down to it.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ondevice.records import FloatArray, NodeToken, Proposal
+from ondevice.records import FloatArray, NodeToken, Outcome, Proposal
 
 Expansion = Literal["none", "running", "done"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
-    """A token that may follow its parent. `expansion`: whether the drafter has its children."""
+    """A token that may follow its parent.
+
+    depth: that of its position in the session's text; only differences mean something. expansion:
+    whether the drafter has its children. offered: the tokens that the drafter gave as children,
+    by rank, also those that were not worth a node; claims: the chances that it claimed for them.
+    """
 
     id: int
     token: int
     parent: int
-    acceptance: float
+    depth: int
+    chance: float
+    reach: float
     proposer: str | None
     q: FloatArray | None = None
     expansion: Expansion = "none"
+    offered: tuple[int, ...] = ()
+    claims: tuple[float, ...] = ()
     children: dict[int, int] = field(default_factory=dict)
 
 
@@ -35,11 +43,13 @@ class Rerooted:
     """What a commit did: the committed nodes in order, the last one the new root, and the rest.
 
     known: how many of the committed tokens the tree held. dropped: ids that left the tree.
+    outcomes: one per committed token, what became of the children of the node before it.
     """
 
     committed: tuple[NodeToken, ...]
     known: int
     dropped: tuple[int, ...]
+    outcomes: tuple[Outcome, ...]
 
 
 class SpeculationTree:
@@ -48,6 +58,7 @@ class SpeculationTree:
     def __init__(self) -> None:
         self._next_id = 0
         self._nodes: dict[int, Node] = {}
+        self._sorted: list[Node] | None = None
         self.root = self.reset(token=0).id
 
     def __len__(self) -> int:
@@ -64,23 +75,32 @@ class SpeculationTree:
         """All nodes, the root included."""
         return set(self._nodes)
 
-    def _new(self, token: int, parent: int, acceptance: float, proposer: str | None) -> Node:
-        node = Node(self._next_id, token, parent, acceptance, proposer)
+    def _new(self, token: int, parent: Node | None, chance: float, proposer: str | None) -> Node:
+        node = Node(
+            id=self._next_id,
+            token=token,
+            parent=-1 if parent is None else parent.id,
+            depth=0 if parent is None else parent.depth + 1,
+            chance=chance,
+            reach=chance if parent is None else parent.reach * chance,
+            proposer=proposer,
+        )
         self._next_id += 1
         self._nodes[node.id] = node
+        self._sorted = None
         return node
 
     def reset(self, token: int) -> Node:
         """Drop everything and start again from a root with `token`."""
         self._nodes.clear()
-        node = self._new(token, parent=-1, acceptance=1.0, proposer=None)
+        node = self._new(token, None, 1.0, proposer=None)
         self.root = node.id
         return node
 
-    def add(self, proposal: Proposal, acceptance: float) -> int | None:
-        """Add a node, or raise the acceptance of the one that is there.
+    def add(self, proposal: Proposal, chance: float) -> int | None:
+        """Add a node, or raise the chance of the one that is there.
 
-        acceptance: probability in [0, 1] that the verifier takes it once its parent was taken.
+        chance: probability in [0, 1] that the verifier takes it once its parent was taken.
         Returns the id, or None when the parent has left the tree.
         """
         parent = self._nodes.get(proposal.parent)
@@ -89,12 +109,23 @@ class SpeculationTree:
         known = parent.children.get(proposal.token)
         if known is not None:
             node = self._nodes[known]
-            node.acceptance = max(node.acceptance, acceptance)
+            if chance > node.chance:
+                node.chance = chance
+                self._reach_again(node, parent.reach)
             return known
-        node = self._new(proposal.token, parent.id, acceptance, proposal.proposer)
+        node = self._new(proposal.token, parent, chance, proposal.proposer)
         node.q = proposal.q
         parent.children[node.token] = node.id
         return node.id
+
+    def _reach_again(self, top: Node, above: float) -> None:
+        """Recompute the reach of `top` and all below it; above: the reach of its parent."""
+        self._sorted = None
+        stack = [(top, above)]
+        while stack:
+            node, reach = stack.pop()
+            node.reach = reach * node.chance
+            stack.extend((self._nodes[child], node.reach) for child in node.children.values())
 
     def path(self, node: int) -> tuple[NodeToken, ...]:
         """The nodes from below the root down to `node`; empty for the root."""
@@ -111,23 +142,34 @@ class SpeculationTree:
         What the tree does not hold is added. The new root's subtree lives on, all else is dropped.
         """
         committed: list[NodeToken] = []
+        outcomes: list[Outcome] = []
         known = 0
         at = self._nodes[self.root]
         for token in tokens:
+            taken = at.offered.index(token) if token in at.offered else -1
+            outcomes.append(Outcome(at.claims, taken))
             child = at.children.get(token)
             if child is None:
-                at.children[token] = child = self._new(token, at.id, 1.0, None).id
+                at.children[token] = child = self._new(token, at, 1.0, None).id
             else:
                 known += 1
             committed.append(NodeToken(child, token))
             at = self._nodes[child]
-        kept = {at.id, *self._below(at.id)}
         passed = {self.root, *(entry.node for entry in committed)}
-        dropped = tuple(n for n in self._nodes if n not in kept and n not in passed)
-        self._nodes = {n: node for n, node in self._nodes.items() if n in kept}
-        at.parent, at.acceptance = -1, 1.0
+        dropped = self._keep_below(at, passed)
         self.root = at.id
-        return Rerooted(tuple(committed), known, dropped)
+        return Rerooted(tuple(committed), known, dropped, tuple(outcomes))
+
+    def _keep_below(self, root: Node, passed: set[int]) -> tuple[int, ...]:
+        """Make `root` the top; returns what was neither below it nor among `passed`."""
+        kept = {root.id: root}
+        for node in self._below(root.id):
+            kept[node] = self._nodes[node]
+        dropped = tuple(node for node in self._nodes if node not in kept and node not in passed)
+        self._nodes = kept
+        root.parent, root.chance = -1, 1.0
+        self._reach_again(root, 1.0)
+        return dropped
 
     def _below(self, node: int) -> Iterator[int]:
         stack = list(self._nodes[node].children.values())
@@ -136,35 +178,15 @@ class SpeculationTree:
             yield at
             stack.extend(self._nodes[at].children.values())
 
-    def likeliest(self) -> Iterator[tuple[Node, float, int]]:
-        """Nodes below the root with path probability and depth, likeliest first.
+    def likeliest(self) -> Sequence[Node]:
+        """All nodes, the root first, then by falling reach.
 
-        A parent always comes before its children, so any prefix with the root is a subtree.
+        A parent always comes before its children, so any prefix is a subtree.
         """
-        heap: list[tuple[float, int, int]] = []
+        if self._sorted is None:
+            self._sorted = sorted(self._nodes.values(), key=_falling_reach)
+        return self._sorted
 
-        def push_children(node: int, probability: float, depth: int) -> None:
-            for child in self._nodes[node].children.values():
-                path_probability = probability * self._nodes[child].acceptance
-                heapq.heappush(heap, (-path_probability, child, depth + 1))
 
-        push_children(self.root, 1.0, 0)
-        while heap:
-            negative, node, depth = heapq.heappop(heap)
-            yield self._nodes[node], -negative, depth
-            push_children(node, -negative, depth)
-
-    def unexpanded(self, wanted: Callable[[float, int], bool], limit: int) -> list[int]:
-        """At most `limit` nodes without children from the drafter, likeliest first.
-
-        wanted(path probability, depth) filters; the root counts with probability 1 and depth 0.
-        """
-        found = []
-        if self._nodes[self.root].expansion == "none" and wanted(1.0, 0):
-            found.append(self.root)
-        for node, probability, depth in self.likeliest():
-            if len(found) >= limit:
-                break
-            if node.expansion == "none" and wanted(probability, depth):
-                found.append(node.id)
-        return found
+def _falling_reach(node: Node) -> tuple[float, int]:
+    return -node.reach, node.id  # a child of chance 1 has its parent's reach and a larger id
