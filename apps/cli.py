@@ -139,7 +139,9 @@ def check(
     pair: PairArgument,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Prompts, one a line, in place of the 30 built in."),
+        typer.Option(
+            metavar="FILE", help="Prompts in place of the 30 built in: .jsonl, or one a line."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     quick: Annotated[

@@ -15,6 +15,7 @@ from commandline import Run, assert_one_line, runner
 from ondevice.apps import check as check_command
 from ondevice.apps import comparison
 from ondevice.apps.comparison import compare
+from ondevice.apps.counting import LINES
 from ondevice.apps.margin import NEAR_TIE, Forced, margin
 from ondevice.apps.prompts import PROMPTS
 from ondevice.converters.checkpoint import open_checkpoint
@@ -141,7 +142,7 @@ def test_a_planted_fault_is_found_and_named(
     monkeypatch.setattr(check_command, "open_engine", lambda _: faulty)
     status, out, err = runner(capfd, monkeypatch)("check", tiny_pair, "--quick")
     assert status == 1
-    assert len(err.splitlines()) == check_command.LINES
+    assert len(err.splitlines()) == LINES
     faults = [line for line in out.splitlines() if line.startswith("FAULT: ")]
     assert len(faults) == 5 * 2 * 2  # prompts, temperatures, speculating strategies
     first = faults[0]
