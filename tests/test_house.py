@@ -28,7 +28,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "files": ({"artifact", "verifierfolder", "home", "blas"}, {"errors"}),
     "records": ({"records", "rows", "text", "prompt"}, {"errors"}),
     "tree": ({"tree", "sampling", "sampling_mlx", "units", "lane"}, {"errors", "records"}),
-    "policy": ({"policy"}, {"errors", "records", "tree"}),
+    "policy": (
+        {"policy", "planning", "acceptance", "costs"},
+        {"errors", "records", "tree"},
+    ),
     "coordinator": ({"coordinator"}, {"errors", "records", "tree", "policy"}),
     "driver": (
         {"driver", "simulate", "statistics", "worker"},
