@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ondevice.apps.chat import check_options
-from ondevice.apps.comparison import SEED, Difference, Report, Tally, answers_needed, compare
+from ondevice.apps.comparison import SEED, Report, Tally, answers_needed, compare, difference_line
 from ondevice.apps.counting import counting
 from ondevice.apps.margin import NEAR_TIE
 from ondevice.apps.opening import open_engine
@@ -125,7 +125,7 @@ def _cells(tally: Tally) -> list[str]:
 
 
 def _lines(report: Report) -> list[str]:
-    lines = [_difference_line(difference) for difference in report.differences]
+    lines = [difference_line(difference) for difference in report.differences]
     for tally in report.tallies:
         name = f"{tally.strategy} at temperature {tally.temperature:g}"
         lines += [f"{name}: {note}" for note in sorted(tally.notes)]
@@ -141,18 +141,3 @@ def _lines(report: Report) -> list[str]:
         else "FAILED: speculation changed a text, or was not at work"
     )
     return lines
-
-
-def _difference_line(difference: Difference) -> str:
-    kind = "near-tie" if difference.near_tie else "FAULT"
-    margin = figure(difference.margin, ".1e")
-    return (
-        f"{kind}: {difference.strategy} at temperature {difference.temperature:g}, token "
-        f"{difference.position} is {_token(difference.token)}, plain decoding's is "
-        f"{_token(difference.plain_token)}; margin {margin}, near-ties are under {NEAR_TIE:.0e}; "
-        f"prompt: {difference.prompt}"
-    )
-
-
-def _token(token: int | None) -> str:
-    return "none, the answer had ended" if token is None else str(token)
