@@ -73,7 +73,7 @@ MATRIX = dataclasses.replace(
     verifier_bytes=5120 * 17408 * 4.5 / 8,
     verifier_layers=0,
 )
-# Qwen3.8-27B: its gated-delta layers are taken for plain products; the head is read, the embedding not.
+# Qwen3.8-27B, its gated-delta layers taken for plain products; the embedding is not read.
 HYBRID_27B = dataclasses.replace(
     _verifier("llama-3.2-3b", 4.5),
     verifier_weights=26.3e9,
