@@ -124,7 +124,7 @@ def bench(
 
     Raises ContextOverflow, before anything runs, for a prompt that leaves too little room.
     """
-    tasks = [_task(engine, question, load.max_tokens) for question in load.questions]
+    tasks = make_tasks(engine, load)
     with counting("bench", len(sides) * len(tasks) * load.repeats) as count:
         measured = race(sides, tasks, load.max_tokens, load.repeats, count)
     with waiting("comparing the texts"):
@@ -138,6 +138,11 @@ def bench(
         left_out=left_out or {},
         placement=tuple(placement(engine)),
     )
+
+
+def make_tasks(engine: Engine, load: Load) -> list[Task]:
+    """The questions of `load` in the engine's tokens. Raises ContextOverflow."""
+    return [_task(engine, question, load.max_tokens) for question in load.questions]
 
 
 def _task(engine: Engine, question: Question, max_tokens: int) -> Task:

@@ -81,7 +81,7 @@ def _side_json(standing: Standing, base: Standing) -> dict[str, Any]:
 
 
 def _spread_json(spread: Spread | None) -> dict[str, float] | None:
-    return None if spread is None else asdict(spread)
+    return None if spread is None else spread.as_json()
 
 
 def _answers_json(standing: Standing) -> list[dict[str, Any]]:

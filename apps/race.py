@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ondevice.apps.comparison import Difference, difference
 from ondevice.apps.questions import Question
@@ -85,6 +85,10 @@ class Spread:
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+    def as_json(self) -> dict[str, float]:
+        """By name."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

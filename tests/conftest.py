@@ -51,6 +51,19 @@ def tiny_pair(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="session")
+def twin_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that cannot tell token 2i from token 2i + 1: their logits are the same numbers."""
+    model = tiny.tiny_model(seed=3)
+    embedding = model.tensors["model.embed_tokens.weight"]
+    embedding[1::2] = embedding[0::2]
+    folder = tmp_path_factory.mktemp("twins")
+    checkpoint = open_checkpoint(tiny.write_folder(model, folder / "llama"))
+    recipe = DrafterRecipe(layers=(0,), row_counts=(1, 8), context_sizes=(256,))
+    write_pair(checkpoint, folder / "pair", name="twins", drafter=recipe, quiet=True)
+    return folder / "pair"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mounts a memory disk of so many bytes; only root may."""
