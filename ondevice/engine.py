@@ -11,13 +11,23 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from ondevice import blas
 from ondevice.artifact import PAIR_FILE, PairManifest, check_tokenizer
+from ondevice.deadline import Deadline
+from ondevice.drafters import Drafters
 from ondevice.driver import Driver
-from ondevice.errors import ArtifactError, BadCheckpoint, BadRequest, Closed, UserError
+from ondevice.errors import (
+    ArtifactError,
+    BadCheckpoint,
+    BadRequest,
+    Closed,
+    UnitLost,
+    UserError,
+)
 from ondevice.models.pairs import default_pair
 from ondevice.prompt import Prompt
 from ondevice.session import Answer, Model, Options, Session
@@ -38,19 +48,23 @@ class Engine:
         end_tokens: frozenset[int],
         open_verifier: Callable[[], VerifierUnit],
         open_drafter: Callable[[], DrafterUnit] | None,
+        deadline: Deadline | None = None,
     ) -> None:
         """The parts, for those who bring their own units; everyone else calls `open`.
 
         Both functions run on the unit's own thread. A drafter that does not open costs speed
-        only: answers say why. Raises what opening the verifier raised, and the user's mistakes.
+        only: answers say why. deadline: for the drafter's steps, see `Deadline`. Raises what
+        opening the verifier raised, and the user's mistakes.
         """
         self._sessions: set[Session] = set()
         self._closed = False
         self._lock = threading.Lock()
-        self._verifier = UnitWorker("verifier", open_verifier)
-        self._drafter = UnitWorker("drafter", open_drafter) if open_drafter else None
+        self._drafters = Drafters(open_drafter, deadline or Deadline()) if open_drafter else None
+        self._verifier = UnitWorker(
+            "verifier", open_verifier, on_lost=partial(_end_drafters, self._drafters)
+        )
         # Also at exit, and when nobody holds the engine any more.
-        self._close_workers = weakref.finalize(self, _close, self._verifier, self._drafter)
+        self._close_workers = weakref.finalize(self, _close, self._verifier, self._drafters)
         try:
             no_drafter = self._missing_drafter()
             unit = self._verifier.opened()
@@ -105,8 +119,10 @@ class Engine:
 
         def open_drafter() -> DrafterUnit:
             from ondevice.drafter import CoreMLDrafter
+            from ondevice.remote import ProcessDrafter
 
-            return CoreMLDrafter.open(folder / (pair.drafter or ""), verifier_folder)
+            drafter_folder = folder / (pair.drafter or "")
+            return ProcessDrafter(CoreMLDrafter.open, drafter_folder, verifier_folder)
 
         return cls(
             tokenizer,
@@ -118,21 +134,24 @@ class Engine:
     @property
     def drafter_runtime(self) -> str | None:
         """What runs the drafter ("emulator-fp32"), for people to read; None without a drafter."""
-        if self._drafter is None:
+        if self._drafters is None or self.model.no_drafter:
             return None
-        return self._drafter.opened().runtime_name
+        return self._drafters.first.opened().runtime_name
 
     def session(self, *, system: str | None = None) -> Session:
         """A new conversation with caches of its own; `system` is its first message.
 
-        Raises Closed, and BadRequest for a system message that is no text.
+        Raises Closed, also once the verifier was lost, which closes the engine, and BadRequest for
+        a system message that is no text.
         """
         if system is not None and not isinstance(system, str):
             raise BadRequest(f"a system message must be text, got {type(system).__name__}")
         with self._lock:
             if self._closed:
                 raise Closed("this engine is closed; open another one")
-            driver = Driver(self._verifier, self._drafter)
+            if self._verifier.lost is not None:
+                raise Closed(f"this engine is closed; open another one: {self._verifier.lost}")
+            driver = Driver(self._verifier, self._drafters)
             session = Session(self.model, driver, system, on_close=self._forget)
             self._sessions.add(session)
         return session
@@ -153,14 +172,14 @@ class Engine:
 
     def _missing_drafter(self) -> str:
         """Wait for the drafter; why there is none, "" if there is. Raises the user's mistakes."""
-        if self._drafter is None:
+        if self._drafters is None:
             return "the pair has no drafter"
         try:
-            self._drafter.opened()
+            self._drafters.first.opened()
         except UserError:
             raise
         except Exception as error:
-            self._drafter = None
+            self._drafters = None
             return f"the drafter did not open: {error}"
         return ""
 
@@ -174,11 +193,17 @@ class Engine:
         self.close()
 
 
-def _close(verifier: UnitWorker[VerifierUnit], drafter: UnitWorker[DrafterUnit] | None) -> None:
+def _close(verifier: UnitWorker[VerifierUnit], drafters: Drafters | None) -> None:
     verifier.stop()  # both are told before one is waited for
-    if drafter is not None:
-        drafter.close()
+    if drafters is not None:
+        drafters.close()
     verifier.close()
+
+
+def _end_drafters(drafters: Drafters | None, _: UnitLost) -> None:
+    """Without its verifier an engine can answer nothing: nothing of it goes on."""
+    if drafters is not None:
+        drafters.stop()
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

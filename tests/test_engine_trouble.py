@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ondevice.engine import Engine
-from ondevice.errors import ArtifactError, BadRequest, UnitFailed
+from ondevice.errors import ArtifactError, BadRequest, Closed, UnitFailed
 from ondevice.policy import STRATEGIES
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
@@ -71,14 +71,15 @@ def test_a_drafter_that_fails_costs_no_token_and_the_answer_says_so(engine, tiny
         assert session.generate(PROMPT, SHORT).token_ids == whole
 
 
-def test_a_verifier_that_fails_raises_and_the_engine_still_closes(tiny_pair):
+def test_a_verifier_that_fails_raises_and_closes_its_engine(tiny_pair):
     with breaking(tiny_pair, "verifier", "verify", 1) as broken:
         with broken.session() as session:
             with pytest.raises(UnitFailed, match="the unit is gone"):
                 session.generate(PROMPT, SHORT)
             with pytest.raises(UnitFailed, match="new session"):
                 session.generate(PROMPT, SHORT)
-        assert broken.generate(PROMPT, replace(SHORT, strategy="plain")).token_ids
+        with pytest.raises(Closed, match="the unit is gone"):
+            broken.generate(PROMPT, replace(SHORT, strategy="plain"))
 
 
 def test_a_drafter_that_does_not_open_is_a_reason_not_an_error(tiny_pair, engine):
