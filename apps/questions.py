@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -56,6 +57,9 @@ def read_questions(file: Path) -> list[Question]:
     questions = _from_json_lines(text, str(file)) if as_json else _from_lines(text)
     if not questions:
         raise BadRequest(f"{file} holds no prompt; write one a line")
+    (often, times), *_ = Counter(question.id for question in questions).most_common(1)
+    if times > 1:
+        raise BadRequest(f"{file}: question_id {often} comes twice; give each prompt its own")
     return questions
 
 

@@ -1,0 +1,425 @@
+"""`bench` measures all sides alike, finds every text that differs, and says what was left out."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from commandline import Run, assert_one_line, runner
+from faulty import open_tiny, other_token
+from givenquality import GivenQualityDrafter, Quality
+from rich.console import Console
+
+from ondevice.apps import bench as bench_command
+from ondevice.apps.baselines import DRAFT_TOKENS, MlxLmPlain, MlxLmSpeculative
+from ondevice.apps.bench import Load, bench
+from ondevice.apps.benchtable import Outcome, as_json, print_outcome
+from ondevice.apps.questions import Question
+from ondevice.apps.race import Measured, Spread, Standing, Task, race, rotated
+from ondevice.apps.sides import Arrival, Drafting, OurSide, Side
+from ondevice.apps.sides import Run as SideRun
+from ondevice.apps.twin import mlx_twin
+from ondevice.artifact import PAIR_FILE, PairManifest
+from ondevice.engine import Engine
+from ondevice.policy import STRATEGIES
+from ondevice.records import DraftResult
+from ondevice.session import Options
+from ondevice.units import DraftRequest
+
+QUESTIONS = (Question("1", "river", "Where is the river?"), Question("2", "ten", "Count to ten."))
+PROMPT = list(range(20, 40))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_pair: Path) -> Iterator[Engine]:
+    with Engine.open_folder(tiny_pair) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def mlx_lm(tiny_pair: Path, engine: Engine) -> MlxLmPlain:
+    return MlxLmPlain(tiny_pair / "verifier", engine.model.end_tokens)
+
+
+@pytest.fixture(scope="module")
+def mlx_lm_speculative(tiny_pair: Path, mlx_lm: MlxLmPlain) -> MlxLmSpeculative:
+    twin = mlx_twin(tiny_pair / "drafter", tiny_pair / "verifier")
+    return MlxLmSpeculative(mlx_lm, twin)
+
+
+class Planted:
+    """A side that says another token at `position`."""
+
+    name = "planted"
+
+    def __init__(self, side: Side, position: int, flip: int) -> None:
+        self._side, self._position, self._flip = side, position, flip
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> SideRun:
+        run = self._side.answer(prompt, max_tokens)
+        tokens = list(run.tokens)
+        tokens[self._position] ^= self._flip
+        return replace(run, tokens=tuple(tokens))
+
+
+# Sides
+
+
+def test_all_sides_write_the_same_text(
+    engine: Engine, mlx_lm: MlxLmPlain, mlx_lm_speculative: MlxLmSpeculative
+) -> None:
+    sides: list[Side] = [mlx_lm, mlx_lm_speculative]
+    sides += [OurSide(engine, strategy) for strategy in STRATEGIES]
+    outcome = bench(engine, "tiny", sides, Load(QUESTIONS, 24, repeats=2))
+    assert outcome.passed
+    assert [standing.side for standing in outcome.standings] == [side.name for side in sides]
+    for standing in outcome.standings:
+        assert (len(standing.runs), standing.tokens, standing.differences) == (4, 96, ())
+        assert standing.decode_tok_s is not None
+        assert sum(a.tokens for each in standing.runs for a in each.run.arrivals) == 96
+        drafting = standing.drafting
+        assert 0 <= drafting.accepted <= drafting.drafted
+        assert (drafting.steps > 0) == (standing.side not in ("mlx-lm", "plain"))
+
+
+def test_every_side_stops_at_the_end_token_and_keeps_it(
+    tiny_pair: Path,
+    engine: Engine,
+    mlx_lm: MlxLmPlain,
+    mlx_lm_speculative: MlxLmSpeculative,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = mlx_lm.answer(PROMPT, 24).tokens
+    last = whole[10]
+    until_end = whole[: whole.index(last) + 1]
+    monkeypatch.setattr(mlx_lm, "end_tokens", frozenset({last}))
+    monkeypatch.setattr(engine, "model", replace(engine.model, end_tokens=frozenset({last})))
+    for side in (mlx_lm, mlx_lm_speculative, OurSide(engine, "pipelined")):
+        run = side.answer(PROMPT, 24)
+        assert run.tokens == until_end
+        assert sum(arrival.tokens for arrival in run.arrivals) == len(until_end)
+
+
+def test_a_perfect_draft_model_is_accepted_whole(tiny_pair: Path, mlx_lm: MlxLmPlain) -> None:
+    """With itself as the draft model mlx-lm commits DRAFT_TOKENS + 1 a round."""
+    run = MlxLmSpeculative(mlx_lm, mlx_lm.model).answer(PROMPT, 4 * (DRAFT_TOKENS + 1))
+    assert run.tokens == mlx_lm.answer(PROMPT, 4 * (DRAFT_TOKENS + 1)).tokens
+    assert run.drafting == Drafting(4, 4 * DRAFT_TOKENS, 4 * DRAFT_TOKENS)
+    assert [arrival.tokens for arrival in run.arrivals] == [DRAFT_TOKENS + 1] * 4
+
+
+def test_nothing_of_an_answer_runs_on_after_it(tiny_pair: Path) -> None:
+    class Watched(GivenQualityDrafter):
+        busy = False
+
+        def draft(self, request: DraftRequest) -> DraftResult:
+            self.busy = True
+            result = super().draft(request)
+            self.busy = False
+            return result
+
+    double = Watched(Quality(0.7, step_ms=60), vocab_size=264)
+    with open_tiny(tiny_pair, drafter=lambda: double) as engine:
+        for _ in range(3):
+            OurSide(engine, "pipelined").answer(PROMPT, 6)
+            assert double.steps
+            assert not double.busy
+
+
+def test_a_rate_counts_what_came_after_the_first_arrival() -> None:
+    arrivals = (Arrival(10**9, 4), Arrival(2 * 10**9, 3), Arrival(3 * 10**9, 1))
+    run = SideRun(tuple(range(8)), 5 * 10**8, arrivals)
+    assert run.decode_tok_s == 2.0
+    assert run.ttft_ms == 500.0
+    assert replace(run, arrivals=arrivals[:1]).decode_tok_s is None
+
+
+# The drafter as an mlx-lm model
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_scaling": tiny.LLAMA3, "tied_embeddings": False}])
+def test_the_twin_computes_the_drafters_layers(tmp_path: Path, changes: dict[str, object]) -> None:
+    """Against the formulas in float64; what differs is the package's rounding to fp16."""
+    import mlx.core as mx
+
+    from ondevice.converters.checkpoint import open_checkpoint
+    from ondevice.converters.pair import write_pair
+    from ondevice.models.pairs import DrafterRecipe
+
+    model = tiny.tiny_model(seed=4, num_layers=3, **changes)
+    checkpoint = open_checkpoint(tiny.write_folder(model, tmp_path / "llama"))
+    recipe = DrafterRecipe(layers=(0, 2), row_counts=(1, 8), context_sizes=(64,))
+    write_pair(checkpoint, tmp_path / "pair", name="three", drafter=recipe, quiet=True)
+    twin = mlx_twin(tmp_path / "pair" / "drafter", tmp_path / "pair" / "verifier")
+    tensors = {
+        name.replace("layers.2.", "layers.1."): tensor
+        for name, tensor in model.tensors.items()
+        if "layers.1." not in name
+    }
+    chosen = tiny.TinyModel(model.config.with_layers(2), tensors)
+    tokens = np.random.default_rng(0).integers(4, 200, 40).tolist()
+    expected = tiny.logits_by_hand(chosen, tokens)
+    found = np.array(twin(mx.array([tokens]))[0])
+    assert np.abs(found - expected).max() < 0.01 * expected.std()
+    whole = tiny.logits_by_hand(model, tokens)
+    assert np.abs(found - whole).max() > 0.5 * expected.std()
+
+
+def test_the_twin_proposes_what_the_emulated_drafter_proposes(tiny_pair: Path) -> None:
+    import mlx.core as mx
+
+    from ondevice.drafter import CoreMLDrafter
+    from ondevice.records import DraftRow, NodeToken
+    from ondevice.sampling import Law, SamplingParams
+
+    twin = mlx_twin(tiny_pair / "drafter", tiny_pair / "verifier")
+    drafter = CoreMLDrafter.open(tiny_pair / "drafter", tiny_pair / "verifier")
+    law = Law(SamplingParams(), drafter.manifest.vocab_size)
+    tokens = np.random.default_rng(1).integers(4, 200, 30).tolist()
+    session = drafter.open_session()
+    for position, token in enumerate(tokens):
+        request = DraftRequest(
+            session,
+            0,
+            (DraftRow(position, ()),),
+            (NodeToken(position, token),),
+            (),
+            4,
+            "coupled",
+            law,
+        )
+        proposals = drafter.draft(request).proposals
+        logits = twin(mx.array([tokens[: position + 1]]))[0, -1]
+        log_q = np.array(logits - mx.logsumexp(logits))
+        for each in proposals:
+            assert each.log_q == pytest.approx(log_q[each.token], abs=0.01)  # angles in fp16
+        assert proposals[0].log_q == pytest.approx(log_q.max(), abs=0.01)  # angles in fp16
+
+
+def damaged(pair: Path, target: Path, **fields: object) -> Path:
+    """A copy of `pair` whose drafter.json has other fields."""
+    shutil.copytree(pair, target)
+    file = target / "drafter" / "drafter.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"compression": "palettized"}, "stored as palettized"),
+        ({"row_to_token": list(range(100))}, "has a part of it"),
+    ],
+)
+def test_a_drafter_without_a_twin_leaves_mlx_lm_speculative_out(
+    tiny_pair: Path, tmp_path: Path, engine: Engine, fields: dict[str, object], reason: str
+) -> None:
+    pair = damaged(tiny_pair, tmp_path / "pair", **fields)
+    outcome = bench_command.bench_pair(engine, str(pair), ["plain"], Load(QUESTIONS[:1], 4))
+    assert reason in outcome.left_out["mlx-lm speculative"]
+    assert [standing.side for standing in outcome.standings] == ["mlx-lm", "plain"]
+
+
+# The race
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_every_side_comes_at_every_place_and_follows_different_sides(count: int) -> None:
+    sides = [str(index) for index in range(count)]
+    orders = [rotated(sides, turn) for turn in range(2 * count)]  # type: ignore[type-var]
+    for place in range(count):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(sides, 2)
+    followers = {pair for order in orders for pair in itertools.pairwise(order)}
+    assert all((other, one) in followers for one, other in followers)
+
+
+def test_all_answer_each_task_before_the_next_one_comes(engine: Engine) -> None:
+    asked: list[tuple[str, tuple[int, ...], int]] = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def answer(self, prompt: Sequence[int], max_tokens: int) -> SideRun:
+            asked.append((self.name, tuple(prompt), max_tokens))
+            return SideRun((1,), 0, (Arrival(1, 1),))
+
+    tasks = [Task(question, (index,)) for index, question in enumerate(QUESTIONS)]
+    counted: list[None] = []
+    measured = race([Recorder("a"), Recorder("b")], tasks, 30, 2, lambda: counted.append(None))
+    assert asked[:2] == [("a", (0,), 8), ("b", (0,), 8)]  # the warm-up
+    assert [prompt for _, prompt, _ in asked[2:]] == [(0,), (0,), (1,), (1,)] * 2
+    assert {tokens for _, _, tokens in asked[2:]} == {30}
+    assert len(counted) == len(measured) == 8
+
+
+def fabricated(side: str, rates: Sequence[Sequence[float]]) -> Standing:
+    """rates[question][repeat], in tokens a second."""
+    runs = []
+    for number, of_question in enumerate(rates):
+        task = Task(Question(str(number), "", "x"), (1,))
+        for repeat, rate in enumerate(of_question):
+            arrivals = (Arrival(0, 1), Arrival(round(1e9 * 12 / rate), 12))
+            runs.append(Measured(task, repeat, side, SideRun((1,) * 13, 0, arrivals)))
+    return Standing(side, tuple(runs), ())
+
+
+def test_ratios_are_paired_by_question_and_repeat() -> None:
+    """The machine slows down by half after the first repeat: no ratio knows of it."""
+    base = fabricated("base", [[10, 5], [20, 10], [40, 20]])
+    ours = fabricated("ours", [[15, 7.5], [40, 20], [100, 50]])
+    assert ours.ratio_to(base) == Spread(1.75, 2.0, 2.25)
+    assert base.decode_tok_s == Spread(11.25, 15, 22.5)
+
+
+def test_a_spread_needs_a_value() -> None:
+    assert Spread.of([]) is None
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+
+
+# Differences
+
+
+def test_a_planted_token_is_found_where_it_is(engine: Engine, mlx_lm: MlxLmPlain) -> None:
+    sides = [mlx_lm, Planted(OurSide(engine, "plain"), position=7, flip=1)]
+    outcome = bench(engine, "tiny", sides, Load(QUESTIONS, 12))
+    assert not outcome.passed
+    standing = outcome.standings[1]
+    assert standing.faults == len(QUESTIONS)
+    assert [(each.position, each.strategy) for each in standing.differences] == [(7, "planted")] * 2
+    shown = rendered(outcome)
+    assert "FAULT: planted at temperature 0, token 7 is " in shown
+    assert shown.rstrip().endswith("FAILED: a text is not mlx-lm's")
+
+
+def test_a_near_tie_is_counted_and_passed(twin_pair: Path) -> None:
+    with Engine.open_folder(twin_pair) as engine:
+        plain = MlxLmPlain(twin_pair / "verifier", engine.model.end_tokens)
+        sides = [plain, Planted(OurSide(engine, "plain"), position=3, flip=1)]
+        outcome = bench(engine, "twins", sides, Load(QUESTIONS, 12))
+    assert outcome.passed
+    assert outcome.standings[1].near_ties == len(outcome.standings[1].differences) > 0
+    assert "near-tie: planted at temperature 0, token 3 " in rendered(outcome)
+
+
+# The command
+
+
+def rendered(outcome: Outcome, width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO())
+    print_outcome(outcome, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return runner(capfd, monkeypatch)
+
+
+def test_json_is_one_object(run: Run, tiny_pair: Path) -> None:
+    command = ("bench", tiny_pair, "--limit", 2, "--max-tokens", 6, "--repeats", 2, "--json")
+    status, out, err = run(*command)
+    assert status == 0, err
+    found = json.loads(out)
+    assert out == json.dumps(found) + "\n"
+    sides = ["mlx-lm", "mlx-lm speculative", *STRATEGIES]
+    assert [side["side"] for side in found["sides"]] == sides
+    assert len(found["answers"]) == 2 * 2 * len(sides)
+    assert (found["prompts"], found["max_tokens"], found["repeats"]) == (2, 6, 2)
+    assert found["passed"] is True
+    first, *others = found["sides"]
+    assert first["ratio"] == {"low": 1.0, "median": 1.0, "high": 1.0}
+    assert all(side["ratio"]["median"] > 0 for side in others)
+    assert "bench: " in err.splitlines()[0]
+
+
+def test_the_table_has_a_row_a_side_and_fits_a_terminal(run: Run, tiny_pair: Path) -> None:
+    status, out, _ = run("bench", tiny_pair, "--limit", 1, "--max-tokens", 6)
+    assert status == 0
+    lines = out.splitlines()
+    rows = ["mlx-lm", "mlx-lm speculative", *STRATEGIES]
+    assert all(line.startswith(name) for name, line in zip(rows, lines[1:], strict=False))
+    assert max(len(line.rstrip()) for line in lines[: len(rows) + 1]) <= 100
+    assert lines[-1].startswith("passed: every text is mlx-lm's")
+
+
+def test_only_the_strategies_asked_for_are_measured(run: Run, tiny_pair: Path) -> None:
+    command = ("bench", tiny_pair, "--limit", 1, "--max-tokens", 4, "--json")
+    _, out, _ = run(*command, "--strategy", "pipelined", "--strategy", "plain")
+    names = [side["side"] for side in json.loads(out)["sides"]]
+    assert names == ["mlx-lm", "mlx-lm speculative", "pipelined", "plain"]
+
+
+def test_a_pair_without_a_drafter_runs_plain_and_says_why(
+    run: Run, tiny_pair: Path, tmp_path: Path
+) -> None:
+    pair = tmp_path / "pair"
+    shutil.copytree(tiny_pair, pair)
+    manifest = PairManifest.read(pair / PAIR_FILE)
+    manifest.model_copy(update={"drafter": None}).write(pair / PAIR_FILE)
+    status, out, _ = run("bench", pair, "--limit", 1, "--max-tokens", 4, "--json")
+    assert status == 0
+    found = json.loads(out)
+    assert [side["side"] for side in found["sides"]] == ["mlx-lm", "plain"]
+    speculating = [name for name in STRATEGIES if name != "plain"]
+    assert found["left_out"] == dict.fromkeys(
+        ["mlx-lm speculative", *speculating], "the pair has no drafter"
+    )
+    _, out, _ = run("bench", pair, "--limit", 1, "--max-tokens", 4)
+    assert "left out: pipelined: the pair has no drafter" in out
+
+
+def test_a_fault_of_a_schedule_is_exit_status_1(
+    run: Run, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_command, "open_engine", lambda _: open_tiny(tiny_pair, other_token))
+    status, out, _ = run("bench", tiny_pair, "--limit", 1, "--max-tokens", 12)
+    assert status == 1
+    assert "FAULT: pipelined" in out
+
+
+def test_mistakes_are_one_line(run: Run, tiny_pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"question_id": 1}\n', encoding="utf-8")
+    long = tmp_path / "long.txt"
+    long.write_text("river " * 2000, encoding="utf-8")
+    assert_one_line(run("bench", "no-such-pair"), 2, "no-such-pair")
+    assert_one_line(run("bench", tiny_pair, "--strategy", "magic"), 2, "'magic'", "plain")
+    assert_one_line(run("bench", tiny_pair, "--max-tokens", 1), 2, "max tokens", "2 or more")
+    assert_one_line(run("bench", tiny_pair, "--repeats", 0), 2, "repeats", "got 0")
+    assert_one_line(run("bench", tiny_pair, "--limit", 0), 2, "limit", "got 0")
+    bad = run("bench", tiny_pair, "--prompts", tmp_path / "bad.jsonl")
+    assert_one_line(bad, 2, "line 1", "turns")
+    assert_one_line(run("bench", tiny_pair, "--prompts", tmp_path / "none"), 2, "none")
+    assert_one_line(run("bench", tiny_pair, "--prompts", long), 2, "prompt 1", "context of 4096")
+
+
+def test_reasons_beyond_the_set_strategy_are_told(tiny_pair: Path) -> None:
+    def dead() -> GivenQualityDrafter:
+        raise RuntimeError("no Neural Engine here")
+
+    with open_tiny(tiny_pair, drafter=dead) as engine:
+        outcome = bench(engine, "tiny", [OurSide(engine, "pipelined")], Load(QUESTIONS, 4))
+    assert (
+        "pipelined: plain: the drafter did not open: no Neural Engine here (2 answers)"
+        in rendered(outcome)
+    )
+    (side,) = as_json(outcome)["sides"]
+    assert list(side["reasons"].values()) == [2]
+
+
+def test_our_own_answers_carry_their_statistics(engine: Engine) -> None:
+    run = OurSide(engine, "sequential", children=1).answer(PROMPT, 8)
+    assert run.answer is not None
+    alone = engine.generate(PROMPT, Options(max_tokens=8, strategy="sequential", children=1))
+    assert run.answer.token_ids == alone.token_ids == run.tokens
+    assert run.answer.stats.num_spec_steps == run.drafting.steps
