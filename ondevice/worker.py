@@ -239,7 +239,8 @@ class UnitWorker(Generic[Unit]):
 
     def patience_s(self) -> float | None:
         """When whoever waits for this unit shall `check` it again, in seconds; None for never."""
-        return self._watch.patience_s() if self._bounded else None
+        watched = self._bounded and not self.closing.is_set()
+        return self._watch.patience_s() if watched else None
 
     def check(self) -> None:
         """Give the unit up if its step takes too long."""
