@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from ondevice import blas
 from ondevice.artifact import PAIR_FILE, PairManifest, check_tokenizer
+from ondevice.costs import ASSUMED, CostModel, CostTable
 from ondevice.deadline import Deadline
 from ondevice.drafters import Drafters
 from ondevice.driver import Driver
@@ -38,6 +39,8 @@ from ondevice.worker import UnitWorker
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+    from ondevice.coststore import CostRecord
+
 
 class Engine:
     """A verifier and its drafter, shared by all sessions."""
@@ -49,13 +52,21 @@ class Engine:
         open_verifier: Callable[[], VerifierUnit],
         open_drafter: Callable[[], DrafterUnit] | None,
         deadline: Deadline | None = None,
+        costs: CostTable | None = None,
     ) -> None:
         """The parts, for those who bring their own units; everyone else calls `open`.
 
         Both functions run on the unit's own thread. A drafter that does not open costs speed
-        only: answers say why. deadline: for the drafter's steps, see `Deadline`. Raises what
-        opening the verifier raised, and the user's mistakes.
+        only: answers say why. deadline: for the drafter's steps, see `Deadline`. costs: what the
+        steps take, None assumes something. Raises what opening the verifier raised, and the user's
+        mistakes.
         """
+        self.costs = CostModel(costs or ASSUMED)
+        self.cost_record: CostRecord | None = None
+        """Where `costs` began; None when they were not measured."""
+        self.cost_trouble = ""
+        """Why the costs, or a part of them, are assumed although they should be known."""
+        self._folder: Path | None = None
         self._sessions: set[Session] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -85,16 +96,22 @@ class Engine:
     def open(cls, pair: str | Path | None = None, *, quiet: bool = False) -> Self:
         """Open a pair by its name in pairs.toml or its folder; None is the default pair.
 
-        A named pair is downloaded and converted when it is not there yet; quiet: without progress
-        on stderr. Raises UserError for what the user can mend.
+        A named pair is downloaded and converted when it is not there yet, and measured on this
+        machine when that was not done yet; quiet: without progress on stderr. Raises UserError for
+        what the user can mend.
         """
         from ondevice.converters.pair import prepare_pair
 
-        return cls.open_folder(prepare_pair(default_pair() if pair is None else pair, quiet=quiet))
+        folder = prepare_pair(default_pair() if pair is None else pair, quiet=quiet)
+        return cls.open_folder(folder, quiet=quiet)
 
     @classmethod
-    def open_folder(cls, folder: str | Path) -> Self:
-        """Open a converted pair; raises ArtifactError when its parts do not match."""
+    def open_folder(cls, folder: str | Path, *, measure: bool = True, quiet: bool = False) -> Self:
+        """Open a converted pair; raises ArtifactError when its parts do not match.
+
+        measure: know its costs, see `measure_costs`; without, they are assumed. quiet: without
+        progress on stderr.
+        """
         blas.prepare()
         # Not first on the verifier's thread: only then does MLX free what it compiles on this one
         # (a later conversion's parity check, say) before the interpreter is gone; else a segfault.
@@ -124,12 +141,43 @@ class Engine:
             drafter_folder = folder / (pair.drafter or "")
             return ProcessDrafter(CoreMLDrafter.open, drafter_folder, verifier_folder)
 
-        return cls(
+        engine = cls(
             tokenizer,
             _end_tokens(verifier_folder, tokenizer),
             open_verifier,
             open_drafter if pair.drafter else None,
         )
+        engine._folder = folder
+        if measure:
+            engine.measure_costs(quiet=quiet)
+        return engine
+
+    def measure_costs(self, *, again: bool = False, quiet: bool = False) -> None:
+        """Know what this pair's steps take on this machine: `costs`, before the first session.
+
+        They are read from the table that is kept for pair, machine and versions; where there is
+        none, or `again`, both units are measured, which takes up to 30 s. What cannot be measured
+        stays assumed, see `cost_trouble`. quiet: without progress on stderr. An engine made of
+        parts keeps the costs it has. Closes the engine when it raises: Closed, UnitLost.
+        """
+        if self._folder is None:
+            return
+        from ondevice.coststore import costs_of
+
+        drafter = self._drafters.current() if self._drafters is not None else None
+        try:
+            record = costs_of(self._folder, self._verifier, drafter, again=again, quiet=quiet)
+        except Exception as error:
+            if self._verifier.usable:
+                self.cost_trouble = f"the verifier could not be measured: {error}"
+                return
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        self.costs, self.cost_record = CostModel(record.table), record
+        self.cost_trouble = record.trouble
 
     @property
     def drafter_runtime(self) -> str | None:

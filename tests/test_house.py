@@ -25,7 +25,7 @@ MAX_MEDIAN_FUNCTION_LINES = 12
 # a dot is a whole package. A new module of the runtime must be given its room here.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "errors": ({"errors"}, set()),
-    "files": ({"artifact", "verifierfolder", "home", "blas"}, {"errors"}),
+    "files": ({"artifact", "verifierfolder", "home", "blas", "machine"}, {"errors"}),
     "records": ({"records", "rows", "text", "prompt"}, {"errors"}),
     "tree": ({"tree", "sampling", "sampling_mlx", "units", "lane"}, {"errors", "records"}),
     "policy": (
@@ -35,6 +35,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "coordinator": ({"coordinator"}, {"errors", "records", "tree", "policy"}),
     "driver": (
         {
+            "benches",
+            "calibration",
             "deadline",
             "draftcheck",
             "drafters",
@@ -66,7 +68,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "files", "records", "tree", "coreml", "models"},
     ),
     "engine": (
-        {"engine", "session"},
+        {"coststore", "engine", "session"},
         {
             "errors",
             "files",
