@@ -32,11 +32,6 @@ from ondevice.policy import STRATEGIES
 QUESTIONS = (Question("1", "river", "Where is the river?"), Question("2", "ten", "Count to ten."))
 
 
-@pytest.fixture(scope="module")
-def mlx_lm(tiny_pair: Path, engine: Engine) -> MlxLmPlain:
-    return MlxLmPlain(tiny_pair / "verifier", engine.model.end_tokens)
-
-
 class Planted:
     """A side that says another token at `position`."""
 

@@ -31,11 +31,6 @@ PROMPT = list(range(20, 40))
 
 
 @pytest.fixture(scope="module")
-def mlx_lm(tiny_pair: Path, engine: Engine) -> MlxLmPlain:
-    return MlxLmPlain(tiny_pair / "verifier", engine.model.end_tokens)
-
-
-@pytest.fixture(scope="module")
 def mlx_lm_speculative(tiny_pair: Path, mlx_lm: MlxLmPlain) -> MlxLmSpeculative:
     twin = mlx_twin(tiny_pair / "drafter", tiny_pair / "verifier")
     return MlxLmSpeculative(mlx_lm, twin)
