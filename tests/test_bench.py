@@ -60,7 +60,7 @@ def test_every_side_comes_at_every_place_and_follows_different_sides(count: int)
     assert all((other, one) in followers for one, other in followers)
 
 
-def test_all_answer_each_task_before_the_next_one_comes(engine: Engine) -> None:
+def test_all_answer_each_task_before_the_next_one_comes() -> None:
     asked: list[tuple[str, tuple[int, ...], int]] = []
 
     class Recorder:
@@ -120,7 +120,7 @@ def test_a_planted_token_is_found_where_it_is(engine: Engine, mlx_lm: MlxLmPlain
 
 
 def test_a_near_tie_is_counted_and_passed(twin_pair: Path) -> None:
-    with Engine.open_folder(twin_pair) as engine:
+    with Engine.open_folder(twin_pair, measure=False) as engine:
         plain = MlxLmPlain(twin_pair / "verifier", engine.model.end_tokens)
         sides = [plain, Planted(OurSide(engine, "plain"), position=3, flip=1)]
         outcome = bench(engine, "twins", sides, Load(QUESTIONS, 12))

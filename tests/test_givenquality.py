@@ -192,7 +192,7 @@ def test_what_breaks_the_contract_is_refused() -> None:
 
 
 def with_double(pair: Path, a: float) -> tuple[Engine, GivenQualityDrafter]:
-    with Engine.open_folder(pair) as opened:
+    with Engine.open_folder(pair, measure=False) as opened:
         vocab_size = opened.model.vocab_size
     double = GivenQualityDrafter(Quality(a, step_ms=0.5), vocab_size)
     return open_tiny(pair, drafter=lambda: double), double

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from ondevice import blas
 
@@ -26,7 +25,7 @@ blas.prepare()  # before MLX is imported
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from givenquality import GivenQualityDrafter, Quality  # noqa: E402
+from givenquality import ROWS_A_STEP, GivenQualityDrafter, Quality  # noqa: E402
 
 from ondevice.apps.baselines import MlxLmPlain  # noqa: E402
 from ondevice.apps.bench import Load, bench, make_tasks  # noqa: E402
@@ -38,10 +37,12 @@ from ondevice.apps.sides import OurSide, Side  # noqa: E402
 from ondevice.apps.terminal import results  # noqa: E402
 from ondevice.artifact import PAIR_FILE, PairManifest  # noqa: E402
 from ondevice.converters.pair import prepare_pair  # noqa: E402
+from ondevice.costs import CostPoint, CostTable  # noqa: E402
 from ondevice.engine import Engine  # noqa: E402
 from ondevice.models.pairs import default_pair  # noqa: E402
 from ondevice.policy import STRATEGIES  # noqa: E402
 from ondevice.session import Options  # noqa: E402
+from ondevice.units import VerifierUnit  # noqa: E402
 
 CHAIN, TREE = "chain", "tree"
 
@@ -54,19 +55,32 @@ def engine_with_double(
     ends: whether answers end at the model's end tokens; without, all have the full length.
     """
     with open_engine(pair) as opened:
-        model = opened.model
+        model, costs = opened.model, costs_beside(opened.costs.table, quality)
     folder = prepare_pair(pair, quiet=True)
     verifier_folder = folder / PairManifest.read(folder / PAIR_FILE).verifier
     double = GivenQualityDrafter(quality, model.vocab_size)
 
-    def open_verifier() -> Any:
+    def open_verifier() -> VerifierUnit:
         from ondevice.verifier import MLXVerifier
 
         return MLXVerifier.open(verifier_folder)
 
     end_tokens = model.end_tokens if ends else frozenset[int]()
-    engine = Engine(model.tokenizer, end_tokens, open_verifier, lambda: double)
+    engine = Engine(model.tokenizer, end_tokens, open_verifier, lambda: double, costs=costs)
     return engine, double, verifier_folder
+
+
+def costs_beside(measured: CostTable, quality: Quality) -> CostTable:
+    """The verifier's costs as measured, the double's as they are; sleeping disturbs nobody."""
+
+    def undisturbed(points: Sequence[CostPoint]) -> tuple[CostPoint, ...]:
+        return tuple(replace(point, beside_ms=point.alone_ms) for point in points)
+
+    drafter = [
+        CostPoint(ROWS_A_STEP * steps, 0, quality.step_ms * steps, quality.step_ms * steps)
+        for steps in (1, 2, 4, 8)
+    ]
+    return CostTable(undisturbed(measured.verifier), undisturbed(measured.plain), tuple(drafter))
 
 
 def record(engine: Engine, double: GivenQualityDrafter, load: Load) -> None:
