@@ -33,7 +33,7 @@ def check_result(result: DraftResult, request: DraftRequest) -> None:
         if proposal.parent not in asked:
             raise UnitFailed(
                 f"the drafter proposed a child of node {proposal.parent}, "
-                f"which was not among the {len(asked)} rows asked for"
+                f"expected of one of the {len(asked)} rows asked for"
             )
         families[proposal.parent].append(proposal)
     for parent, children in families.items():
@@ -71,7 +71,7 @@ def _check_family(parent: int, children: Sequence[Proposal], most: int) -> None:
             f"the drafter proposed {len(children)} children of node {parent}, expected {most}"
         )
     if len({child.token for child in children}) < len(children):
-        raise UnitFailed(f"the drafter proposed a token twice below node {parent}")
+        raise UnitFailed(f"the drafter proposed a token twice below node {parent}, expected once")
     ranks = sorted(child.rank for child in children)
     if ranks != list(range(len(children))):
         raise UnitFailed(f"the children of node {parent} are ranked {ranks}, expected from 0 on")

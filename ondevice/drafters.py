@@ -19,14 +19,12 @@ class Drafters:
 
     A process that ended or was killed is started again at once, in the background, for later
     answers. A thread that hangs cannot be ended, and what it holds may be held for ever: it is not
-    started again. `loss` is why there is none, or why there was none for a while.
+    started again. `loss` says what happened last, and what becomes of it.
     """
 
     def __init__(self, open_unit: Callable[[], DrafterUnit], deadline: Deadline) -> None:
         """Opens the first one; `first` waits for it."""
         self.loss: UnitLost | None = None
-        self.outlook = ""
-        """What becomes of the drafter after its loss, to be added to the reason."""
         self._open_unit, self._deadline = open_unit, deadline
         self._restarts = 0
         self._closed = False
@@ -56,12 +54,9 @@ class Drafters:
 
     def _lost(self, loss: UnitLost) -> None:
         with self._lock:
-            self.loss = loss
-            if not self._worker.killable:
-                self.outlook = "this engine uses it no more"
-            elif self._restarts >= MAX_RESTARTS:
-                self.outlook = "it was lost before, and this engine uses it no more"
-            elif not self._closed:
+            outlook = "this engine uses it no more"
+            if self._worker.killable and self._restarts < MAX_RESTARTS and not self._closed:
+                outlook = "it was started again for later answers"
                 self._restarts += 1
-                self.outlook = "it was started again for later answers"
                 self._worker = self._start()
+            self.loss = UnitLost(f"{loss}; {outlook}")

@@ -253,7 +253,7 @@ class Driver:
 
     def _fail(self, name: UnitName, error: OnDeviceError) -> None:
         if name == "drafter" and isinstance(error, UnitLost) and self._drafters is not None:
-            error = UnitLost(f"{error}; {self._drafters.outlook}")
+            error = self._drafters.loss or error
         self._post(partial(self.coordinator.on_failure, unit=name, error=error))
 
     def _post(self, event: Event) -> None:
