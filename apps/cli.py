@@ -216,3 +216,19 @@ def inspect(
         from ondevice.apps import inspect as command
 
         command.run(artifact, json)
+
+
+@app.command()
+def doctor(
+    pair: PairArgument,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure the pair on this machine again.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what this machine has, what that means, and what a pair's steps take on it."""
+    with reported(debug):
+        from ondevice.apps import doctor as command
+
+        command.run(command.Request(pair, calibrate, json))

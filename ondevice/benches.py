@@ -15,7 +15,7 @@ from ondevice.sampling import Law, SamplingParams
 from ondevice.units import DrafterUnit, DraftRequest, RunRequest, VerifierUnit, VerifyRequest
 from ondevice.worker import UnitWorker
 
-RUN_TOKENS = 4
+RUN_TOKENS = 3
 """Of a plain run; the first one's forward is not queued before, so it does not count."""
 DRAFTER_CONTEXT = 32
 """Tokens; a drafter function takes the same time for any text that its slots hold."""

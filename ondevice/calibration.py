@@ -38,11 +38,13 @@ PREFILL_S = 5.0
 The default pair takes 3 on one core of an x86 server."""
 BUDGET_S = 15.0
 """Seconds in which all passes shall end. One of the default pair takes 4 there."""
-LIMIT_S = 25.0
+LIMIT_S = 24.0
 """Seconds after which nothing more is measured; without a fast BLAS one pass takes minutes."""
 LEAST_PASSES, MOST_PASSES = 2, 5
 AGREED = 0.05
 """Passes are enough when the typical figure's spread is this part of it."""
+NEIGHBOURS = 3
+"""Points that are measured alone and then at once beside: other programs come and go in seconds."""
 
 Progress = Callable[[int, int], None]
 Busy = Callable[[Callable[[], object]], AbstractContextManager[None]]
@@ -50,10 +52,15 @@ Busy = Callable[[Callable[[], object]], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured. trouble: why a part of it is assumed, "" if none is."""
+    """What was measured.
+
+    spread: largest less smallest figure of the same step, as a part of it; of the typical step;
+    None when each was measured once. trouble: why a part of it is assumed, "" if none is.
+    """
 
     table: CostTable
     took_s: float
+    spread: float | None = None
     trouble: str = ""
 
 
@@ -174,7 +181,7 @@ class _Calibrator:
             if self._drafter is not None:
                 self._drafter.close()
         self._progress(1, 1)
-        return Calibration(self._table(), self._elapsed_s, self._trouble)
+        return Calibration(self._table(), self._elapsed_s, self._spread(), self._trouble)
 
     @property
     def _speculates(self) -> bool:
@@ -184,6 +191,11 @@ class _Calibrator:
     @property
     def _elapsed_s(self) -> float:
         return self._clock() - self._started_s
+
+    @property
+    def _late(self) -> bool:
+        """Whether another step would not end in time, if it is as long as the last one."""
+        return self._elapsed_s + self._last_s > LIMIT_S
 
     def _fill(self) -> None:
         """Texts into the caches: a short one, and a long one where that does not take too long."""
@@ -199,12 +211,13 @@ class _Calibrator:
             self._contexts.append(deep)
 
     def _passes(self) -> None:
-        done = 0
-        while done < MOST_PASSES and not (done >= LEAST_PASSES and self._spread() <= AGREED):
+        for done in range(1, MOST_PASSES + 1):
             before_s = self._elapsed_s
             self._guarded(self._pass)
-            done += 1
-            if 2 * self._elapsed_s - before_s > BUDGET_S:
+            spread = self._spread()
+            if done >= LEAST_PASSES and (spread is None or spread <= AGREED):
+                return
+            if done >= LEAST_PASSES and 2 * self._elapsed_s - before_s > BUDGET_S:
                 return
 
     def _guarded(self, part: Callable[[], None]) -> None:
@@ -225,20 +238,25 @@ class _Calibrator:
         self._measure([*self._drafter_points(), *self._verifier_points(shallow)], warm_up=True)
 
     def _pass(self) -> None:
-        """Every point once, alone, then beside the other unit; less if time runs out."""
-        self._measure([*self._drafter_points(), *self._verifier_points(self._contexts)])
-        if self._speculates:
-            self._pass_beside()
-
-    def _pass_beside(self) -> None:
+        """Every point once, alone and beside the other unit; less if time runs out."""
+        points = self._verifier_points(self._contexts)
+        if not self._speculates:
+            self._measure(points)
+            return
         drafter, verifier, shallow = self._drafter, self._verifier, self._contexts[0]
         assert drafter is not None
-        count = max((rows for rows in self._drafter_rows if rows <= LOAD_ROWS), default=1)
-        with self._busy(lambda: _of_drafter(lambda: drafter.step_ms(count))):
-            self._measure(self._verifier_points(self._contexts), beside=True)
+        self._measure(self._drafter_points())
         parents = tree_parents(LOAD_ROWS, verifier.shape)
         with self._busy(lambda: verifier.verify_ms(shallow, parents)):
             self._measure(self._drafter_points(), beside=True)
+        count = max((rows for rows in self._drafter_rows if rows <= LOAD_ROWS), default=1)
+        for first in range(0, len(points), NEIGHBOURS):
+            if self._late:
+                return
+            neighbours = points[first : first + NEIGHBOURS]
+            self._measure(neighbours)
+            with self._busy(lambda: _of_drafter(lambda: drafter.step_ms(count))):
+                self._measure(neighbours, beside=True)
 
     def _measure(
         self, points: Sequence[_Point], *, beside: bool = False, warm_up: bool = False
@@ -247,9 +265,9 @@ class _Calibrator:
             self._progress(int(1e3 * min(self._elapsed_s, BUDGET_S)), int(1e3 * BUDGET_S))
             key = (point, beside)
             needed = point.kind == "plain" and not (self._warm_up or self._samples)
-            before_s = self._elapsed_s
-            if before_s + self._last_s > LIMIT_S and not needed:
+            if self._late and not needed:
                 continue
+            before_s = self._elapsed_s
             took_ms = self._step_ms(point)
             self._last_s = self._elapsed_s - before_s
             if warm_up:
@@ -282,9 +300,9 @@ class _Calibrator:
             return []
         return [_Point("drafter", rows, 0) for rows in self._drafter_rows]
 
-    def _spread(self) -> float:
-        """Of the typical figure: largest less smallest, as part of the median."""
-        return median((max(ms) - min(ms)) / median(ms) for ms in self._samples.values())
+    def _spread(self) -> float | None:
+        spreads = [(max(ms) - min(ms)) / median(ms) for ms in self._samples.values() if len(ms) > 1]
+        return median(spreads) if spreads else None
 
     # The table
 
@@ -303,8 +321,8 @@ class _Calibrator:
             for point, beside in dict.fromkeys([*self._warm_up, *self._samples])
             if point.kind == kind and not beside
         }
-        slower = {
-            point: median_low(self._samples[point, True]) / alone[point]
+        slower = {  # what seems faster beside the other was disturbed alone
+            point: max(1.0, median_low(self._samples[point, True]) / alone[point])
             for point in alone
             if self._samples.get((point, True))
         }

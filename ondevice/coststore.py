@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import AwareDatetime, model_validator
+from pydantic import AwareDatetime, PositiveInt, model_validator
 
 from ondevice import blas
 from ondevice.artifact import (
@@ -39,17 +39,31 @@ from ondevice.worker import UnitWorker
 VERSIONED = ("ondevice", "mlx", "mlx-lm", "numpy")
 """Packages whose version may change what a step takes."""
 RUNTIME = "drafter runtime"
+LARGE_SPREAD = 0.2
+"""Above it a calibration says more about what else ran than about the pair."""
+MOST_TRIES = 2
+"""Openings that measure a pair for want of a sure table; a machine that is always busy must do."""
 
 
 class CostRecord(Manifest):
-    """A table and what it belongs to. trouble: why a part of it is assumed, "" if none is."""
+    """A table and what it belongs to. spread, trouble: see `Calibration`.
+
+    tries: how many calibrations by openings it is the best of.
+    """
 
     format: Literal["ondevice-costs-1"] = "ondevice-costs-1"
     identity: dict[str, str]
     measured_at: AwareDatetime
     took_s: float
+    spread: float | None
     trouble: str
+    tries: PositiveInt = 1
     table: CostTable
+
+    @property
+    def sure(self) -> bool:
+        """Whether the passes agreed: the machine was quiet enough."""
+        return self.spread is not None and self.spread <= LARGE_SPREAD
 
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:
@@ -69,6 +83,7 @@ class CostRecord(Manifest):
             identity=dict(identity),
             measured_at=datetime.now(UTC),
             took_s=measured.took_s,
+            spread=measured.spread,
             trouble=measured.trouble,
             table=measured.table,
         )
@@ -151,23 +166,37 @@ def known_or_measured(
 ) -> CostRecord:
     """The table kept for `identity`, else a new one, which is kept.
 
+    A table that is not `sure` is measured again MOST_TRIES - 1 times, and the better one kept.
     again: measure in any case. Two processes do not measure at the same time. A folder that cannot
     be written costs only the time to measure at every start; `say` is told so. Raises what
     `measure` raises.
     """
-    if not again and (found := stored(identity)) is not None:
-        return found
+    known = stored(identity)
+    if not again and known is not None and _will_do(known):
+        return known
     record = None
     try:
         with locked(costs_folder(), lambda: say("Waiting: another process measures this machine")):
-            if not again and (found := stored(identity)) is not None:
-                return found
-            record = CostRecord.of(identity, measure())
+            known = None if again else stored(identity)
+            if known is not None and _will_do(known):
+                return known
+            record = _better(CostRecord.of(identity, measure()), known)
             record.write(record_path(identity))
     except CacheUnwritable as error:
         say(f"What was measured is not kept: {error}")
         record = record or CostRecord.of(identity, measure())
     return record
+
+
+def _will_do(record: CostRecord) -> bool:
+    return record.sure or record.tries >= MOST_TRIES
+
+
+def _better(new: CostRecord, old: CostRecord | None) -> CostRecord:
+    if old is None:
+        return new
+    surest = min(new, old, key=lambda record: math.inf if record.spread is None else record.spread)
+    return surest.model_copy(update={"tries": old.tries + 1})
 
 
 def costs_of(
