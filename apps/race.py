@@ -6,12 +6,15 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from ondevice.apps.comparison import Difference, difference
 from ondevice.apps.questions import Question
 from ondevice.apps.sides import Drafting, Run, Side
 from ondevice.engine import Engine
 from ondevice.sampling import SamplingParams
+
+Entry = TypeVar("Entry")
 
 GREEDY = SamplingParams()
 WARM_UP_TOKENS = 8
@@ -59,7 +62,7 @@ def race(
     return measured
 
 
-def rotated(sides: Sequence[Side], turn: int) -> list[Side]:
+def rotated(sides: Sequence[Entry], turn: int) -> list[Entry]:
     """The order of a turn: each side comes at each place, and after every other turn reversed.
 
     So no side always follows the same one, nor always starts.

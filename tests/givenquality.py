@@ -218,7 +218,7 @@ class GivenQualityDrafter:
                 token=found.tokens[rank],
                 log_q=found.log_q[rank],
                 rank=rank,
-                gap=found.log_q[rank] - found.log_q[rank + 1],
+                gap=max(0.0, found.log_q[rank] - found.log_q[rank + 1]),
                 proposer=self.name,
             )
             for rank in range(min(count, CHILDREN))

@@ -52,8 +52,8 @@ class Planted:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_every_side_comes_at_every_place_and_follows_different_sides(count: int) -> None:
-    sides = [str(index) for index in range(count)]
-    orders = [rotated(sides, turn) for turn in range(2 * count)]  # type: ignore[type-var]
+    sides = list(range(count))
+    orders = [rotated(sides, turn) for turn in range(2 * count)]
     for place in range(count):
         assert Counter(order[place] for order in orders) == dict.fromkeys(sides, 2)
     followers = {pair for order in orders for pair in itertools.pairwise(order)}
@@ -108,7 +108,7 @@ def test_a_spread_needs_a_value() -> None:
 
 
 def test_a_planted_token_is_found_where_it_is(engine: Engine, mlx_lm: MlxLmPlain) -> None:
-    sides = [mlx_lm, Planted(OurSide(engine, "plain"), position=7, flip=1)]
+    sides: list[Side] = [mlx_lm, Planted(OurSide(engine, "plain"), position=7, flip=1)]
     outcome = bench(engine, "tiny", sides, Load(QUESTIONS, 12))
     assert not outcome.passed
     standing = outcome.standings[1]
@@ -122,7 +122,7 @@ def test_a_planted_token_is_found_where_it_is(engine: Engine, mlx_lm: MlxLmPlain
 def test_a_near_tie_is_counted_and_passed(twin_pair: Path) -> None:
     with Engine.open_folder(twin_pair, measure=False) as engine:
         plain = MlxLmPlain(twin_pair / "verifier", engine.model.end_tokens)
-        sides = [plain, Planted(OurSide(engine, "plain"), position=3, flip=1)]
+        sides: list[Side] = [plain, Planted(OurSide(engine, "plain"), position=3, flip=1)]
         outcome = bench(engine, "twins", sides, Load(QUESTIONS, 12))
     assert outcome.passed
     assert outcome.standings[1].near_ties == len(outcome.standings[1].differences) > 0
@@ -158,7 +158,7 @@ def test_json_is_one_object(run: Run, tiny_pair: Path) -> None:
     first, *others = found["sides"]
     assert first["ratio"] == {"low": 1.0, "median": 1.0, "high": 1.0}
     assert all(side["ratio"]["median"] > 0 for side in others)
-    assert "bench: " in err.splitlines()[0]
+    assert f"bench: {2 * 2 * len(sides)} of {2 * 2 * len(sides)} answers" in err.splitlines()
 
 
 def test_the_table_has_a_row_a_side_and_fits_a_terminal(run: Run, tiny_pair: Path) -> None:

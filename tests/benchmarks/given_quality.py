@@ -154,6 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load = Load(spread(questions, options.limit), options.max_tokens, options.repeats).checked()
     quality = Quality(options.a, options.step_ms, options.seed)
     outcome = measure(options.pair, quality, load, options.children, not options.no_end)
+    lost = [why for each in outcome.standings for why in each.reasons if "failed" in why]
+    if lost:
+        raise SystemExit(f"the ratios would mean nothing: {lost[0]}")
     ratios = demands(outcome)
     if options.json:
         found = {name: each and each.as_json() for name, each in ratios.items()}
