@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from engines import open_here
 from faults import NONSENSE, Fault, Faulty
+from processes import is_gone
 
 from ondevice.deadline import Deadline
 from ondevice.engine import Engine
-from ondevice.errors import Closed, OnDeviceError, UnitFailed
+from ondevice.errors import Closed, OnDeviceError, UnitFailed, UnitLost
 from ondevice.policy import STRATEGIES
 from ondevice.sampling import SamplingParams
 from ondevice.session import Answer, Options, Session
@@ -90,7 +95,9 @@ class Reader(threading.Thread):
                 self.answers.append((sampling, error))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize(
+    "seed", [*range(80), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(80, 200))]
+)
 def test_an_answer_is_exact_or_a_clear_error_and_both_units_can_be_used_afterwards(
     tiny_pair, text, seed
 ):
@@ -168,3 +175,91 @@ def test_nonsense_is_refused_with_its_name_and_costs_no_token(tiny_pair, text, k
         assert "expected" in answer.stats.reason
         other = engine.session()
         assert other.generate(PROMPT, Options(SAMPLINGS[1], 100)).stats.num_draft_tokens > 0
+
+
+def process_id(engine: Engine) -> int:
+    return engine._drafters.current().opened().process_id
+
+
+def wait_for_another_drafter(engine: Engine) -> None:
+    until = time.monotonic() + 60
+    while engine._drafters.current() is None:
+        assert time.monotonic() < until, "it was not started again"
+        time.sleep(0.01)
+
+
+def answer_and_signal(engine: Engine, session: Session, number: int, tokens: int) -> Answer:
+    """One answer, in whose middle the drafter's process is sent a signal."""
+    pieces = session.stream(PROMPT, Options(SAMPLINGS[1], tokens))
+    for _ in range(3):
+        next(pieces)
+    os.kill(process_id(engine), number)
+    *_, last = pieces
+    assert last.answer is not None
+    return last.answer
+
+
+def test_a_drafter_that_is_killed_is_started_again_once(tiny_pair, text):
+    with open_here(tiny_pair, process=True) as engine, engine.session() as session:
+        first = process_id(engine)
+        answer = answer_and_signal(engine, session, signal.SIGKILL, 600)
+        assert answer.token_ids == text(1, 600)
+        assert "process was ended by SIGKILL; it was started again" in answer.stats.reason
+        wait_for_another_drafter(engine)
+        second = process_id(engine)
+        answer = session.generate(PROMPT, Options(SAMPLINGS[1], 600))
+        assert answer.token_ids == text(1, 600)
+        assert answer.stats.num_draft_tokens > 0
+        assert "failed" not in answer.stats.reason
+        answer = answer_and_signal(engine, session, signal.SIGKILL, 600)
+        assert answer.token_ids == text(1, 600)
+        assert "SIGKILL; this engine uses it no more" in answer.stats.reason
+        assert engine._drafters.current() is None
+        for each in (session.generate, engine.generate):
+            answer = each(PROMPT, Options(SAMPLINGS[1], TOKENS))
+            assert answer.token_ids == text(1)
+            assert "this engine uses it no more" in answer.stats.reason
+    assert is_gone(first)
+    assert is_gone(second)
+
+
+def test_a_process_that_hangs_is_killed_at_its_deadline(tiny_pair, text):
+    deadline = replace(SOON, floor_s=0.5, first_s=0.5)
+    with open_here(tiny_pair, deadline=deadline, process=True) as engine:
+        hung = process_id(engine)
+        answer = answer_and_signal(engine, engine.session(), signal.SIGSTOP, 600)
+        assert answer.token_ids == text(1, 600)
+        if "failed" not in answer.stats.reason:  # the verifier was done before the deadline
+            with pytest.raises(UnitLost, match="longer than"):
+                engine._drafters.current().call(lambda unit: unit.open_session())
+        else:
+            assert "longer than" in answer.stats.reason
+        assert is_gone(hung)
+        wait_for_another_drafter(engine)
+        assert engine.generate(PROMPT, Options(SAMPLINGS[1], 600)).stats.num_draft_tokens > 0
+
+
+def test_a_verifier_that_dies_takes_everything_with_it(tiny_pair):
+    fault = Fault("raise", "verify", 2)
+    engine = open_here(tiny_pair, lambda unit: Faulty(unit, fault), process=True)
+    drafter, sessions = process_id(engine), [engine.session(), engine.session()]
+    with pytest.raises(UnitLost, match="the verifier failed: OSError: planned"):
+        sessions[0].generate(PROMPT, Options(max_tokens=600))
+    assert is_gone(drafter)
+    with pytest.raises(OnDeviceError, match=r"planned|new session"):
+        sessions[0].generate(PROMPT)
+    with pytest.raises(UnitLost, match="planned"):
+        sessions[1].generate(PROMPT)
+    with pytest.raises(Closed, match="planned"):
+        engine.session()
+    engine.close()
+
+
+def test_a_closed_engine_leaves_no_process(tiny_pair):
+    engine = open_here(tiny_pair, process=True)
+    stream = engine.session().stream(PROMPT, Options(max_tokens=600))
+    next(stream)
+    drafter = process_id(engine)
+    engine.close()
+    assert is_gone(drafter, within_s=1.0)
+    assert list(stream)[-1].answer.finish_reason == "cancelled"
