@@ -34,7 +34,9 @@ class VerifierBench:
         self._sessions: dict[int, int] = {}
 
     def fill(self, context: int) -> None:
-        """A session whose cache holds `context` tokens."""
+        """See that there is a session whose cache holds `context` tokens."""
+        if context in self._sessions:
+            return
         session = self._worker.call(lambda unit: unit.open_session())
         self._sessions[context] = session
         tokens, stopped = _text(context, self.vocab_size), self._worker.closing.is_set

@@ -28,6 +28,8 @@ ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Rows of the verifier's forwards; what lies between is learned while running."""
 SHALLOW, DEEP = 128, 1024
 """Tokens in the cache; costs at other depths are taken from the line through both."""
+WARM_UP_TOKENS = 16
+"""The first prefill may compile, so that it does not tell how long a longer one takes."""
 LOAD_ROWS = 8
 """Rows of the steps that keep a unit busy while the other one is measured."""
 DRAFTS_A_PASS = 3
@@ -163,6 +165,8 @@ class _Calibrator:
         self._started_s = clock()
         self._verifier = VerifierBench(verifier)
         self._drafter = DrafterBench(drafter, self._verifier.vocab_size) if drafter else None
+        # Else no other figure than the plain ones will ever be asked for.
+        self._speculates = drafter is not None and self._verifier.shape != "plain"
         self._drafter_rows = sorted(drafter_rows)
         self._contexts: list[int] = []
         self._warm_up: dict[tuple[_Point, bool], float] = {}
@@ -184,11 +188,6 @@ class _Calibrator:
         return Calibration(self._table(), self._elapsed_s, self._spread(), self._trouble)
 
     @property
-    def _speculates(self) -> bool:
-        """Whether any other figure than the plain ones will ever be asked for."""
-        return self._drafter is not None and self._verifier.shape != "plain"
-
-    @property
     def _elapsed_s(self) -> float:
         return self._clock() - self._started_s
 
@@ -199,8 +198,10 @@ class _Calibrator:
 
     def _fill(self) -> None:
         """Texts into the caches: a short one, and a long one where that does not take too long."""
-        room = self._verifier.context - max(ROW_COUNTS)
+        # Rows of a forward, and what runs add to a cache that cannot be rolled back.
+        room = self._verifier.context - 2 * max(ROW_COUNTS)
         shallow = max(1, min(SHALLOW, room // 2))
+        self._verifier.fill(min(WARM_UP_TOKENS, shallow))
         before_s = self._clock()
         self._verifier.fill(shallow)
         token_s = (self._clock() - before_s) / shallow
@@ -240,11 +241,10 @@ class _Calibrator:
     def _pass(self) -> None:
         """Every point once, alone and beside the other unit; less if time runs out."""
         points = self._verifier_points(self._contexts)
-        if not self._speculates:
+        drafter, verifier, shallow = self._drafter, self._verifier, self._contexts[0]
+        if drafter is None or not self._speculates:
             self._measure(points)
             return
-        drafter, verifier, shallow = self._drafter, self._verifier, self._contexts[0]
-        assert drafter is not None
         self._measure(self._drafter_points())
         parents = tree_parents(LOAD_ROWS, verifier.shape)
         with self._busy(lambda: verifier.verify_ms(shallow, parents)):
@@ -296,7 +296,7 @@ class _Calibrator:
         return points
 
     def _drafter_points(self) -> list[_Point]:
-        if not self._speculates:
+        if self._drafter is None or not self._speculates:
             return []
         return [_Point("drafter", rows, 0) for rows in self._drafter_rows]
 
