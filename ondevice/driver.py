@@ -170,7 +170,11 @@ class Driver:
         return self._drafter, self._drafter_session
 
     def _prefill_job(self, command: Prefill) -> Callable[[Any], Iterator[None]]:
-        """As many turns as other sessions want in between; a chunk a turn at least."""
+        """As many turns as other sessions want in between; a chunk a turn at least.
+
+        A unit that makes no progress so (the drafter, when its text slides: a cut would bring older
+        text back) does the rest in one turn.
+        """
         worker, session = self._lent(command.unit)
         assert worker is not None
         stopped = _any_of(self._cancelled, worker.closing)
@@ -178,13 +182,13 @@ class Driver:
 
         def job(unit: VerifierUnit | DrafterUnit) -> Iterator[None]:
             first = length = unit.prefill(session, (), stopped)
-            wanted = first + len(command.tokens)
+            wanted, patient = first + len(command.tokens), True
             while True:
-                before = length
-                rest = command.tokens[before - first :]
-                length = unit.prefill(session, rest, _after_a_chunk(worker, stopped))
-                if stopped() or not before < length < wanted:
+                before, rest = length, command.tokens[length - first :]
+                length = unit.prefill(session, rest, _between_chunks(worker, stopped, patient))
+                if stopped() or length == wanted or not (patient or length > before):
                     break
+                patient = length > before
                 yield
             self._post(partial(on_prefill, length=length))
 
@@ -264,8 +268,10 @@ def _any_of(*events: threading.Event) -> Callable[[], bool]:
     return lambda: any(event.is_set() for event in events)
 
 
-def _after_a_chunk(worker: UnitWorker[Any], stopped: Callable[[], bool]) -> Callable[[], bool]:
-    """For a prefill: stop when told to, and when another session waits, but not at once."""
+def _between_chunks(
+    worker: UnitWorker[Any], stopped: Callable[[], bool], patient: bool
+) -> Callable[[], bool]:
+    """For a prefill: stop when told to; if `patient`, when others wait too, but not at once."""
     begun = False
 
     def stop() -> bool:
@@ -274,7 +280,7 @@ def _after_a_chunk(worker: UnitWorker[Any], stopped: Callable[[], bool]) -> Call
             begun = True
             return stopped()
         worker.step_done()
-        return stopped() or worker.others_wait()
+        return stopped() or (patient and worker.others_wait())
 
     return stop
 
