@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from ondevice.costs import CostModel, CostPoint, CostTable, StepCosts
@@ -16,23 +18,33 @@ BAR_CELLS = 16
 """Columns of the longest bar."""
 
 
-def cost_tables(costs: CostTable, bar: str = "▄") -> list[Table]:
+def cost_tables(costs: CostTable, console: Console) -> list[Table]:
     """The verifier's forwards by rows and context, and the drafter's steps if there are any.
 
-    bar: what bars are drawn with.
+    Contexts stand side by side where `console` is wide enough; a narrow one has no bars.
     """
-    tables = [_verifier_table(costs, bar)]
+    contexts = sorted({point.context for point in costs.plain})
+    bar = "#" if console.options.ascii_only else "▄"
+    apart = [[context] for context in contexts]
+    for columns, sign in (([contexts], bar), (apart, bar), (apart, "")):
+        tables = [_verifier_table(costs, each, sign) for each in columns]
+        if all(_width(table, console) <= console.width for table in tables):
+            break
     if costs.drafter:
         tables.append(_drafter_table(costs.drafter))
     return tables
 
 
-def _verifier_table(costs: CostTable, bar: str) -> Table:
-    contexts = sorted({point.context for point in costs.plain})
+def _width(table: Table, console: Console) -> int:
+    """Columns that nothing is cut off at."""
+    return Measurement.get(console, console.options.update(width=1000), table).maximum
+
+
+def _verifier_table(costs: CostTable, contexts: Sequence[int], bar: str) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("verifier", no_wrap=True)
     for context in contexts:
-        for heading in (f"at {context}", "beside", "times"):
+        for heading in (f"at {context}", "beside", "of 1 row"):
             table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     forwards = [point for point in costs.verifier if costs.verifier != costs.plain]
@@ -45,7 +57,7 @@ def _verifier_table(costs: CostTable, bar: str) -> Table:
         table.add_row(
             f"{rows} row{'s' if rows > 1 else ''}",
             *_cells(row, ones, contexts),
-            bar * _cells_of_bar(row[0], forwards) + _cliff(known, rows, row[0].context),
+            _bar(row, forwards, contexts[0], bar) + _cliff(known, rows, contexts[0]),
         )
     return table
 
@@ -65,9 +77,10 @@ def _cells(
     return cells
 
 
-def _cells_of_bar(point: CostPoint, forwards: Sequence[CostPoint]) -> int:
-    longest = max(each.alone_ms for each in forwards if each.context == point.context)
-    return max(1, round(BAR_CELLS * point.alone_ms / longest))
+def _bar(row: Sequence[CostPoint], forwards: Sequence[CostPoint], context: int, bar: str) -> str:
+    longest_ms = max((each.alone_ms for each in forwards if each.context == context), default=0)
+    here = [each.alone_ms for each in row if each.context == context]
+    return bar * max(1, round(BAR_CELLS * here[0] / longest_ms)) if here else ""
 
 
 def _cliff(known: StepCosts, rows: int, context: int) -> str:
@@ -78,7 +91,7 @@ def _cliff(known: StepCosts, rows: int, context: int) -> str:
 def _drafter_table(points: Sequence[CostPoint]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("drafter", no_wrap=True)
-    for heading in ("alone", "beside", "times"):
+    for heading in ("alone", "beside", "of the first"):
         table.add_column(heading, justify="right", no_wrap=True)
     for point in points:
         table.add_row(
@@ -122,10 +135,10 @@ def _break_even(model: CostModel, context: int, step: int) -> str:
     step_ms = model.drafter.ms(step)
     in_turn = [(model.verifier.ms(rows, context) + step_ms) / plain_ms for rows in rounds]
     return (
-        f"At {context} tokens of context a round of {_listed(rounds, 'd')} rows must bring more "
+        f"At {context} tokens of context a round of {_listed(rounds, 'd')} rows must commit more "
         f"than {_listed(overlapped, '.2f')} tokens to beat plain decoding when the drafter works "
-        f"at the same time, and more than {_listed(in_turn, '.2f')} after a drafter step of {step} "
-        f"row{'s' if step > 1 else ''}."
+        f"beside it, and more than {_listed(in_turn, '.2f')} when it comes after a drafter step of "
+        f"{step} row{'s' if step > 1 else ''}."
     )
 
 

@@ -224,8 +224,7 @@ def print_examination(found: Examination, console: Console) -> None:
         title += f", measured {when:%Y-%m-%d %H:%M} in {found.record.took_s:.1f} s"
     console.print(title, style=None if console.no_color else "bold")
     if found.record is not None:
-        bar = "#" if console.options.ascii_only else "▄"
-        for table in cost_tables(found.record.table, bar):
+        for table in cost_tables(found.record.table, console):
             console.print(table)
             console.print()
     for line in pair_lines(found):

@@ -218,7 +218,7 @@ def costs_of(
         rows = DrafterManifest.read(folder / pair.drafter / DRAFTER_FILE).row_counts
 
     def measure() -> Calibration:
-        with reporter.stage(f"Measuring what {pair.name} takes on this machine") as progress:
+        with reporter.stage(f"Measuring {pair.name} on this machine") as progress:
             return calibrate(verifier, drafter, rows, progress=progress)
 
     runtime = drafter.opened().runtime_name if drafter is not None else None

@@ -252,7 +252,7 @@ def test_an_engine_measures_its_pair_once_and_the_next_one_reads(
             assert all(0 < point.alone_ms <= point.beside_ms for point in points)
         assert len(engine.generate([9, 40, 77], Options(max_tokens=4)).token_ids) == 4
     out, err = capfd.readouterr()
-    assert (out, err) == ("", "Measuring what tiny takes on this machine\n")
+    assert (out, err) == ("", "Measuring tiny on this machine\n")
 
     def never(*_: object, **__: object) -> Calibration:
         raise AssertionError("measured again")
