@@ -230,6 +230,13 @@ def test_single_stalls_do_not_count(bed) -> None:
         assert point.beside_ms == near(point.alone_ms * VERIFIER_SLOWDOWN)
 
 
+def test_a_token_that_is_read_late_does_not_make_plain_decoding_cheaper(bed) -> None:
+    each = bed(drafter=False)
+    late = itertools.cycle([0.9, 1.0, 1.4, 0.6])  # the pace of a run is that of all its tokens
+    each.world.disturb = lambda unit, rows: next(late)
+    assert each.calibrate().table.plain[0].alone_ms == near(16)
+
+
 def test_what_seems_faster_beside_the_other_was_disturbed_alone(bed) -> None:
     each = bed()
     each.world.disturb = lambda unit, rows: 1.0 if each.world.load else 4.0

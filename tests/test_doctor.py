@@ -111,7 +111,7 @@ def test_two_contexts_stand_side_by_side() -> None:
     )
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("width", [44, 60, 80, 200])
 def test_nothing_is_cut_off_however_narrow(width: int) -> None:
     examined = found(record=record_of(DEEP))
     text = rendered(examined, width)
