@@ -14,6 +14,16 @@ from ondevice.apps.margin import NEAR_TIE
 from ondevice.apps.race import Spread, Standing
 from ondevice.apps.terminal import figure
 
+HEADINGS = (
+    "tok/s",
+    "times mlx-lm",
+    "taken\na round",
+    "of\ndrafts",
+    "ttft\nms",
+    "same\ntext",
+)
+ROOMY_WIDTH = 90
+"""Columns of a terminal; narrower ones, down to 80, get narrower gaps."""
 REASONS_SHOWN = 3
 """Lines that one side's reasons may take."""
 
@@ -103,10 +113,11 @@ def _answers_json(standing: Standing) -> list[dict[str, Any]]:
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
     """A table of the sides, then what was left out, every difference, and the verdict."""
-    table = Table(box=None, pad_edge=False)
+    gap = 2 if console.width >= ROOMY_WIDTH else 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     table.add_column("", no_wrap=True)
-    for heading in ("tok/s", "times mlx-lm", "accepted", "of drafts", "ttft", "identical"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", overflow="fold")
     for standing in outcome.standings:
         table.add_row(*_cells(standing, outcome.base))
     console.print(table)
@@ -115,17 +126,24 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def _cells(standing: Standing, base: Standing) -> Sequence[str]:
-    drafting, ttft = standing.drafting, standing.ttft_ms
+    rates, drafting, ttft = standing.decode_tok_s, standing.drafting, standing.ttft_ms
     identical = f"{len(standing.runs) - len(standing.differences)}/{len(standing.runs)}"
     return (
         standing.side,
-        spread_cell(standing.decode_tok_s, ".1f"),
+        spread_cell(rates, _rate_form(rates)),
         "1" if standing is base else spread_cell(standing.ratio_to(base), ".2f"),
         figure(drafting.mean_accepted, ".2f"),
         figure(drafting.acceptance_rate, ".0%"),
-        figure(ttft.median if ttft else None, ".0f", " ms"),
-        "reference" if standing is base else identical,
+        figure(ttft.median if ttft else None, ".0f"),
+        "" if standing is base else identical,
     )
+
+
+def _rate_form(rates: Spread | None) -> str:
+    """Three digits, as far as they are before the point."""
+    if rates is None or rates.median < 10:
+        return ".2f"
+    return ".1f" if rates.median < 100 else ".0f"
 
 
 def spread_cell(spread: Spread | None, form: str) -> str:
@@ -138,8 +156,8 @@ def spread_cell(spread: Spread | None, form: str) -> str:
 def _lines(outcome: Outcome) -> list[str]:
     base, texts = outcome.base, len(outcome.base.runs)
     lines = [
-        f"{texts} answers of up to {outcome.max_tokens} tokens each, taken in turn; median over "
-        "prompts (lower-upper quartile); accepted: draft tokens a round",
+        f"{texts} answers of up to {outcome.max_tokens} tokens by each, in turn; medians over "
+        "prompts (quartiles)",
         *outcome.placement,
         *(f"left out: {side}: {why}" for side, why in outcome.left_out.items()),
     ]
