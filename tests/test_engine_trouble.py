@@ -262,6 +262,34 @@ def test_astream_cancelled_at_once_does_not_write_the_answer(paused):
     assert unit.run_tokens < 300
 
 
+def test_a_reader_cancelled_twice_leaves_a_session_that_is_not_busy(paused):
+    made, unit = paused
+
+    async def read() -> None:
+        session = made.session()
+        task = asyncio.ensure_future(anext(session.astream(PROMPT, SHORT)))
+        await asyncio.to_thread(unit.begun.wait, 30)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        unit.may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert session.generate(PROMPT, SHORT).token_ids
+
+    asyncio.run(read())
+
+
+def test_a_stream_that_is_cancelled_before_it_is_read_has_no_text(engine):
+    with engine.session() as session:
+        stream = session.stream(PROMPT, SHORT)
+        session.cancel()
+        (last,) = stream
+        assert last.answer.finish_reason == "cancelled"
+        assert last.answer.token_ids == ()
+        assert session.generate(PROMPT, SHORT).token_ids
+
+
 def test_an_answer_stopped_before_its_first_word_leaves_the_conversation_alone(paused):
     made, unit = paused
     with made.session() as session:
