@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import runpy
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -216,3 +218,30 @@ def test_every_schedule_writes_the_verifiers_text_and_accepts_as_asked(
                 assert "failed" not in answer.stats.reason
                 if children == 1 and strategy == "sequential" and a == 0.9:
                     assert answer.stats.draft_acceptance_rate == pytest.approx(a, abs=0.12)
+
+
+def test_the_benchmark_measures_every_schedule_and_its_ratios(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(__file__).parent / "benchmarks" / "given_quality.py"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Where is the river?\nCount to ten.\nGo on" + " and on" * 60, "utf-8")
+    benchmark = runpy.run_path(str(file))
+    benchmark["main"](
+        [
+            *(str(tiny_pair), "--a", "0.9", "--step-ms", "0.5", "--prompt-file", str(prompts)),
+            *("--max-tokens", "100", "--context", "200", "--no-end", "--json"),
+        ]
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is True
+    assert found["prompts"] == 2
+    sides = {side["side"]: side for side in found["sides"]}
+    for strategy in ("sequential", "pipelined"):
+        for kind in ("chain", "tree"):
+            side = sides[f"{strategy} {kind}"]
+            assert side["tokens"] == 200
+            assert side["num_accepted_draft_tokens"] > 0
+    assert list(sides)[:2] == ["mlx-lm", "plain"]
+    assert all(ratio["median"] > 0 for ratio in found["demands"].values())
+    assert (found["a"], found["step_ms"]) == (0.9, 0.5)

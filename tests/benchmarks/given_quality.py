@@ -1,7 +1,8 @@
 """Our schedules with a drafter of given quality, against mlx-lm plain, in one interleaved run.
 
     uv run python tests/benchmarks/given_quality.py [PAIR] [--a 0.7] [--step-ms 10]
-        [--prompts FILE] [--limit 8] [--max-tokens 200] [--repeats 1] [--children N] [--json]
+        [--prompts 8] [--prompt-file FILE] [--max-tokens 200] [--context 400] [--repeats 1]
+        [--children N] [--seed 0] [--no-end] [--json]
 
 PAIR's verifier answers; its drafter is replaced by the test double of tests/givenquality.py, which
 knows the text (recorded first, by plain decoding), is right as often as asked, and sleeps its step
@@ -83,6 +84,15 @@ def costs_beside(measured: CostTable, quality: Quality) -> CostTable:
     return CostTable(undisturbed(measured.verifier), undisturbed(measured.plain), tuple(drafter))
 
 
+def short_enough(engine: Engine, load: Load, limit: int, context: int) -> Load:
+    """At most `limit` of the questions, of those whose prompt and answer fit in `context`."""
+    tasks = make_tasks(engine, load)
+    fitting = [task.question for task in tasks if len(task.prompt) + load.max_tokens <= context]
+    if not fitting:
+        raise SystemExit(f"no prompt and {load.max_tokens} tokens fit {context}; raise --context")
+    return replace(load, questions=spread(fitting, limit))
+
+
 def record(engine: Engine, double: GivenQualityDrafter, load: Load) -> None:
     """Let the double learn what the verifier alone answers."""
     for task in make_tasks(engine, load):
@@ -105,13 +115,19 @@ def our_sides(engine: Engine, children: int | None) -> list[OurSide]:
     return sides
 
 
-def measure(pair: str, quality: Quality, load: Load, children: int | None, ends: bool) -> Outcome:
+def measure(options: argparse.Namespace, quality: Quality) -> Outcome:
     """One interleaved run of mlx-lm plain and all our sides."""
-    engine, double, verifier_folder = engine_with_double(pair, quality, ends=ends)
+    file = options.prompt_file
+    questions = read_questions(file) if file else own_questions()
+    load = Load(questions, options.max_tokens, options.repeats).checked()
+    engine, double, verifier_folder = engine_with_double(
+        options.pair, quality, ends=not options.no_end
+    )
     with engine:
+        load = short_enough(engine, load, options.prompts, options.context)
         record(engine, double, load)
         sides: list[Side] = [MlxLmPlain(verifier_folder, engine.model.end_tokens)]
-        outcome = bench(engine, pair, [*sides, *our_sides(engine, children)], load)
+        outcome = bench(engine, options.pair, [*sides, *our_sides(engine, options.children)], load)
     verifier = tuple(line for line in outcome.placement if line.startswith("verifier"))
     return replace(outcome, placement=(f"drafter: {double.runtime_name}", *verifier))
 
@@ -141,19 +157,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("pair", nargs="?", default=default_pair())
     parser.add_argument("--a", type=float, default=0.7, help="how often it is right (0.7)")
     parser.add_argument("--step-ms", type=float, default=10.0, help="per 8 rows (10)")
-    parser.add_argument("--prompts", type=Path, help="instead of the project's own set")
-    parser.add_argument("--limit", type=int, default=8, help="prompts (8)")
+    parser.add_argument("--prompts", type=int, default=8, help="how many (8)")
+    parser.add_argument("--prompt-file", type=Path, help="instead of the project's own set")
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer (200)")
+    parser.add_argument(
+        "--context", type=int, default=400, help="tokens of prompt and answer (400)"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="of every prompt (1)")
     parser.add_argument("--children", type=int, help="per node of a tree (the strategy's own)")
     parser.add_argument("--seed", type=int, default=0, help="of the double (0)")
     parser.add_argument("--no-end", action="store_true", help="answers have the full length")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    questions = read_questions(options.prompts) if options.prompts else own_questions()
-    load = Load(spread(questions, options.limit), options.max_tokens, options.repeats).checked()
+    if not 0 < options.a < 1 or options.step_ms <= 0:
+        parser.error("a must be above 0 and below 1, step-ms above 0")
     quality = Quality(options.a, options.step_ms, options.seed)
-    outcome = measure(options.pair, quality, load, options.children, not options.no_end)
+    outcome = measure(options, quality)
     lost = [why for each in outcome.standings for why in each.reasons if "failed" in why]
     if lost:
         raise SystemExit(f"the ratios would mean nothing: {lost[0]}")
