@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 from ondevice.apps.opening import open_engine
@@ -34,8 +35,11 @@ class Request:
     as_json: bool = False
 
 
-def run(request: Request, open_pair: Callable[[str], Engine] = open_engine) -> None:
+def run(request: Request, open_pair: Callable[[str], Engine] | None = None) -> None:
     """Carry out `request`. Raises BadRequest before anything is downloaded or loaded."""
+    if open_pair is None:
+        # Plain decoding decides nothing by costs, so nobody is to wait for them.
+        open_pair = partial(open_engine, measure=request.options.strategy != "plain")
     check_options(request.options)
     whole_text(request.system or "", "the system message")
     interactive = request.prompt is None and sys.stdin.isatty()

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ondevice.apps.chat import check_options
-from ondevice.apps.comparison import SEED, Difference, Report, Tally, answers_needed, compare
+from ondevice.apps.comparison import SEED, Report, Tally, answers_needed, compare, difference_line
+from ondevice.apps.counting import counting
 from ondevice.apps.margin import NEAR_TIE
 from ondevice.apps.opening import open_engine
 from ondevice.apps.prompts import PROMPTS
-from ondevice.apps.terminal import figure, note, notes, results
+from ondevice.apps.questions import read_questions
+from ondevice.apps.terminal import figure, results
 from ondevice.engine import Engine
-from ondevice.errors import BadRequest
 from ondevice.session import Options
 
 QUICK_PROMPTS, QUICK_TOKENS = 5, 32
-LINES = 10
-"""How many lines of progress a whole check writes where there is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asked for. prompts: a file with one a line, None for our own."""
+    """What the command line asked for. prompts: a file of `read_questions`, None for our own."""
 
     pair: str
     prompts: Path | None = None
@@ -42,7 +38,9 @@ class Request:
 def run(request: Request) -> bool:
     """Check and print what was found; False when a difference is no near-tie."""
     check_options(Options(max_tokens=request.max_tokens))
-    prompts: Sequence[str] = read_prompts(request.prompts) if request.prompts else PROMPTS
+    prompts: Sequence[str] = PROMPTS
+    if request.prompts:
+        prompts = [question.text for question in read_questions(request.prompts)]
     max_tokens = request.max_tokens
     if request.quick:
         prompts, max_tokens = prompts[:QUICK_PROMPTS], min(max_tokens, QUICK_TOKENS)
@@ -55,42 +53,9 @@ def run(request: Request) -> bool:
     return report.passed
 
 
-def read_prompts(file: Path) -> list[str]:
-    """One prompt a line, blank lines skipped; raises BadRequest when there is none to read."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise BadRequest(f"cannot read prompts from {file}: {reason}") from error
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise BadRequest(f"{file} holds no prompt; write one a line")
-    return prompts
-
-
 def _compare(engine: Engine, prompts: Sequence[str], max_tokens: int) -> Report:
-    with _counting(answers_needed(prompts)) as count:
+    with counting("check", answers_needed(prompts)) as count:
         return compare(engine, prompts, max_tokens, count)
-
-
-@contextmanager
-def _counting(total: int) -> Iterator[Callable[[], None]]:
-    """The function to call after each answer: it moves a bar, or writes a line now and then."""
-    console = notes()
-    if not console.is_terminal:
-        answers = itertools.count(1)
-        yield lambda: _count_line(next(answers), total)
-        return
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("answers", total=total)
-        yield lambda: progress.advance(task)
-
-
-def _count_line(done: int, total: int) -> None:
-    """A line for a log, so that it does not look hung, at every tenth of the work."""
-    if done * LINES // total > (done - 1) * LINES // total:
-        note(f"check: {done} of {total} answers")
 
 
 def as_json(report: Report, pair: str, prompts: int, max_tokens: int) -> dict[str, Any]:
@@ -160,7 +125,7 @@ def _cells(tally: Tally) -> list[str]:
 
 
 def _lines(report: Report) -> list[str]:
-    lines = [_difference_line(difference) for difference in report.differences]
+    lines = [difference_line(difference) for difference in report.differences]
     for tally in report.tallies:
         name = f"{tally.strategy} at temperature {tally.temperature:g}"
         lines += [f"{name}: {note}" for note in sorted(tally.notes)]
@@ -176,18 +141,3 @@ def _lines(report: Report) -> list[str]:
         else "FAILED: speculation changed a text, or was not at work"
     )
     return lines
-
-
-def _difference_line(difference: Difference) -> str:
-    kind = "near-tie" if difference.near_tie else "FAULT"
-    margin = figure(difference.margin, ".1e")
-    return (
-        f"{kind}: {difference.strategy} at temperature {difference.temperature:g}, token "
-        f"{difference.position} is {_token(difference.token)}, plain decoding's is "
-        f"{_token(difference.plain_token)}; margin {margin}, near-ties are under {NEAR_TIE:.0e}; "
-        f"prompt: {difference.prompt}"
-    )
-
-
-def _token(token: int | None) -> str:
-    return "none, the answer had ended" if token is None else str(token)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ondevice.apps.failures import INTERRUPTED, USAGE, reported, say, usage_line
-from ondevice.policy import Strategy
+from ondevice.policy import STRATEGIES, Strategy
 
 app = typer.Typer(
     help="Exact speculative decoding: a drafter on the Neural Engine, a verifier on the GPU.",
@@ -139,7 +139,9 @@ def check(
     pair: PairArgument,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Prompts, one a line, in place of the 30 built in."),
+        typer.Option(
+            metavar="FILE", help="Prompts in place of the 30 built in: .jsonl, or one a line."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     quick: Annotated[
@@ -162,6 +164,42 @@ def check(
 
 
 @app.command()
+def bench(
+    pair: PairArgument,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prompts in place of our own set: .jsonl, or one a line."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="So many prompts, of all categories in turn; all by default.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Times that each side answers a prompt.")] = 1,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure mlx-lm and our schedules on the same prompts, in turn, in one process.
+
+    Greedy on all sides; the tokens must be mlx-lm's. Exit status 1 if they part and it is no
+    near-tie.
+    """
+    with reported(debug):
+        from ondevice.apps import bench as command
+
+        request = command.Request(
+            pair, prompts, limit, max_tokens, repeats, tuple(strategy or ()), json
+        )
+        if not command.run(request):
+            raise typer.Exit(1)
+
+
+@app.command()
 def inspect(
     artifact: Annotated[
         str,
@@ -178,3 +216,19 @@ def inspect(
         from ondevice.apps import inspect as command
 
         command.run(artifact, json)
+
+
+@app.command()
+def doctor(
+    pair: PairArgument,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure the pair on this machine again.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what this machine has, what that means, and what a pair's steps take on it."""
+    with reported(debug):
+        from ondevice.apps import doctor as command
+
+        command.run(command.Request(pair, calibrate, json))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ondevice.apps.margin import NEAR_TIE, margin
+from ondevice.apps.terminal import figure
 from ondevice.engine import Engine
 from ondevice.policy import STRATEGIES, Strategy
 from ondevice.sampling import SamplingParams
@@ -21,13 +22,13 @@ SPECULATING: tuple[Strategy, ...] = tuple(name for name in STRATEGIES if name !=
 class Difference:
     """Where a text first parts from the plain one.
 
-    position: index into the answer. plain_token, token: None where that answer had ended. margin:
-    see `margin`; None when there is no token to score.
+    strategy: what wrote the other text. position: index into the answer. plain_token, token: None
+    where that answer had ended. margin: see `margin`; None when there is no token to score.
     """
 
     prompt: str
     temperature: float
-    strategy: Strategy
+    strategy: str
     position: int
     plain_token: int | None
     token: int | None
@@ -150,24 +151,57 @@ def _judge(
     engine: Engine, prompt: str, law: SamplingParams, plain: Answer, answer: Answer, tally: Tally
 ) -> None:
     """Enter into `tally` how `answer` differs from `plain`."""
-    ours, theirs = answer.token_ids, plain.token_ids
-    same = next(
-        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-        min(len(ours), len(theirs)),
-    )
+    same = common_length(plain.token_ids, answer.token_ids)
     for one, other in zip(answer.tokens[:same], plain.tokens[:same], strict=True):
         tally.rounding = max(tally.rounding, abs(one.logprob - other.logprob))
-    if ours == theirs:
-        return
-    rivals = [tokens[same] for tokens in (theirs, ours) if same < len(tokens)]
-    tally.differences.append(
-        Difference(
-            prompt=prompt,
-            temperature=law.temperature,
-            strategy=tally.strategy,
-            position=same,
-            plain_token=theirs[same] if same < len(theirs) else None,
-            token=ours[same] if same < len(ours) else None,
-            margin=margin(engine, prompt, law, theirs[:same], rivals) if len(rivals) == 2 else None,
-        )
+    found = difference(engine, prompt, law, tally.strategy, plain.token_ids, answer.token_ids)
+    if found is not None:
+        tally.differences.append(found)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens the two have in common from their start."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def difference(
+    engine: Engine,
+    prompt: str,
+    law: SamplingParams,
+    strategy: str,
+    plain: Sequence[int],
+    tokens: Sequence[int],
+) -> Difference | None:
+    """Where `tokens`, an answer to `prompt`, part from `plain`; None when they do not.
+
+    The margin is computed with `engine`, which decodes the common part again.
+    """
+    same = common_length(plain, tokens)
+    rivals = [answer[same] for answer in (plain, tokens) if same < len(answer)]
+    if not rivals:
+        return None
+    return Difference(
+        prompt=prompt,
+        temperature=law.temperature,
+        strategy=strategy,
+        position=same,
+        plain_token=plain[same] if same < len(plain) else None,
+        token=tokens[same] if same < len(tokens) else None,
+        margin=margin(engine, prompt, law, plain[:same], rivals) if len(rivals) == 2 else None,
     )
+
+
+def difference_line(difference: Difference, reference: str = "plain decoding") -> str:
+    """For people. reference: what wrote the text that the other one parts from."""
+    kind = "near-tie" if difference.near_tie else "FAULT"
+    return (
+        f"{kind}: {difference.strategy} at temperature {difference.temperature:g}, token "
+        f"{difference.position} is {_token(difference.token)}, {reference}'s is "
+        f"{_token(difference.plain_token)}; margin {figure(difference.margin, '.1e')}, "
+        f"near-ties are under {NEAR_TIE:.0e}; prompt: {difference.prompt}"
+    )
+
+
+def _token(token: int | None) -> str:
+    return "none, the answer had ended" if token is None else str(token)

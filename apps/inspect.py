@@ -31,7 +31,7 @@ def run(artifact: str, as_json: bool) -> None:
 
 def _print_pair(console: Console, pair: Facts) -> None:
     manifest = pair["manifest"]
-    _print_rows(
+    print_rows(
         console,
         f"pair {pair['path']}",
         [("name", manifest["name"]), ("tokenizer", short(manifest["tokenizer_sha256"]))],
@@ -57,7 +57,7 @@ def _print_verifier(console: Console, verifier: Facts) -> None:
         *((name, short(sha256)) for name, sha256 in manifest["files_sha256"].items()),
         *_origin(verifier),
     ]
-    _print_rows(console, f"verifier {verifier['path']}", rows)
+    print_rows(console, f"verifier {verifier['path']}", rows)
 
 
 def _print_drafter(console: Console, drafter: Facts) -> None:
@@ -79,7 +79,7 @@ def _print_drafter(console: Console, drafter: Facts) -> None:
         *_parity(manifest["parity"]),
         *_origin(drafter),
     ]
-    _print_rows(console, f"drafter {drafter['path']}", rows)
+    print_rows(console, f"drafter {drafter['path']}", rows)
     _print_package(console, drafter["package"])
 
 
@@ -125,7 +125,7 @@ def _print_package(console: Console, package: Facts) -> None:
         ("ops", short(package["ops_sha256"])),
         *((f"function {name}", _signature(each)) for name, each in package["functions"].items()),
     ]
-    _print_rows(console, f"package {package['path']}", rows)
+    print_rows(console, f"package {package['path']}", rows)
     _print_ops(console, package["functions"])
     _print_lint(console, package["lint"])
 
@@ -167,7 +167,8 @@ def _print_lint(console: Console, findings: Iterable[Facts]) -> None:
         console.print(f"lint: {rule}: {message}, {places} place(s) ({source})", soft_wrap=True)
 
 
-def _print_rows(console: Console, title: str, rows: Iterable[Row]) -> None:
+def print_rows(console: Console, title: str, rows: Iterable[Row]) -> None:
+    """Names and values under a title, the values in a column of their own."""
     console.print(title, style=None if console.no_color else "bold")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)

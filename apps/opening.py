@@ -14,8 +14,11 @@ from ondevice.home import pairs_folder
 from ondevice.models.pairs import pair_names
 
 
-def open_engine(pair: str) -> Engine:
-    """The pair's engine; a named pair is downloaded and converted first. Raises UserError."""
+def open_engine(pair: str, *, measure: bool = True) -> Engine:
+    """The pair's engine; a named pair is downloaded and converted first. Raises UserError.
+
+    measure: where its costs on this machine are not known yet, measure them.
+    """
     blas.prepare()
     with stdout_kept_clean(), keys_unseen():
         with waiting(f"opening {pair}"):
@@ -23,7 +26,10 @@ def open_engine(pair: str) -> Engine:
 
         folder = prepare_pair(pair)
         with explained(folder), waiting(f"loading {pair}"):
-            return Engine.open_folder(folder)
+            engine = Engine.open_folder(folder, measure=False)
+        if measure:
+            engine.measure_costs()
+    return engine
 
 
 @contextmanager

@@ -163,6 +163,12 @@ class Coordinator:
             self.phase = "failed"
         return self._proceed(now_ns)
 
+    def on_recovery(self, unit: UnitName) -> None:
+        """A lost unit was replaced, between two answers; its cache is empty."""
+        self._lane(unit).regain()
+        if unit == "drafter":
+            self.drafter_error = None
+
     def on_cancel(self, now_ns: int) -> list[Command]:
         """End the answer here; what was emitted stays. A forward under way is let run out."""
         if self.phase in ("prefill", "answering"):

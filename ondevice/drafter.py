@@ -51,7 +51,7 @@ class CoreMLDrafter:
         self._embedding = loaded.embedding
         self._runtime = loaded.runtime
         self._vocabulary = RowTokens(manifest.vocab_size, manifest.row_to_token)
-        self._frequencies = inverse_frequencies(_rotary(manifest.rope, manifest.head_dim))
+        self._frequencies = inverse_frequencies(rotary_settings(manifest.rope, manifest.head_dim))
         self._row_counts = sorted(manifest.row_counts)
         self._functions = {
             (shape.rows, shape.context): _Function(self._runtime, shape, manifest.logit_rows)
@@ -196,7 +196,8 @@ def _children(head: Head, column: int, family: Family, request: DraftRequest) ->
     return ranked_children(head, column, family, request.children)
 
 
-def _rotary(rope: RopeManifest, head_dim: int) -> RotarySettings:
+def rotary_settings(rope: RopeManifest, head_dim: int) -> RotarySettings:
+    """A manifest's rotary embedding for heads of size `head_dim`."""
     scaling = None
     if rope.factor is not None:
         scaling = Llama3Scaling(

@@ -1,18 +1,23 @@
-"""Runs the coordinator on real units: one worker thread each, one inbox a session."""
+"""Runs the coordinator on real units: one worker each, shared by all sessions, one inbox a session.
+
+A command becomes a job of the unit's worker. What the job finds, or that it failed, becomes an
+event in the inbox of its session, and the thread that reads the answer gives it to the coordinator.
+"""
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from ondevice.coordinator import Coordinator
-from ondevice.errors import Closed, OnDeviceError, UnitFailed
-from ondevice.policy import Schedule
+from ondevice.draftcheck import check_result
+from ondevice.drafters import Drafters
+from ondevice.errors import Closed, OnDeviceError, UnitLost
+from ondevice.policy import Experience, Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -27,9 +32,7 @@ from ondevice.records import (
 )
 from ondevice.sampling import Law
 from ondevice.units import DrafterUnit, DraftRequest, RunRequest, VerifierUnit, VerifyRequest
-from ondevice.worker import UnitWorker
-
-log = logging.getLogger(__name__)
+from ondevice.worker import Job, UnitWorker
 
 Event = Callable[[int], list[Command]]
 
@@ -38,17 +41,38 @@ class Driver:
     """One session's coordinator on two workers. An answer is pumped by the thread that reads it."""
 
     def __init__(
-        self, verifier: UnitWorker[VerifierUnit], drafter: UnitWorker[DrafterUnit] | None
+        self,
+        verifier: UnitWorker[VerifierUnit],
+        drafters: Drafters | None,
+        experience: Experience | None = None,
     ) -> None:
-        self.coordinator = Coordinator(drafter=drafter is not None)
-        self._verifier = verifier
-        self._drafter = drafter
+        """Opens a session in each unit. Raises Closed, or UnitLost for the verifier.
+
+        experience: what is known of the units, this session's own.
+        """
+        self._verifier, self._drafters = verifier, drafters
         self._verifier_session = verifier.call(lambda unit: unit.open_session())
-        self._drafter_session = drafter.call(lambda unit: unit.open_session()) if drafter else -1
+        self._drafter: UnitWorker[DrafterUnit] | None = None
+        self._drafter_session = -1
+        self.coordinator = Coordinator(drafter=self._lend_drafter(), experience=experience)
+        if drafters is not None and self._drafter is None:
+            self.coordinator.drafter_error = drafters.loss
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._cancelled = self._run_over = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
+
+    def _lend_drafter(self) -> bool:
+        """Have a session in the engine's present drafter; whether it is one that was not had."""
+        worker = self._drafters.current() if self._drafters is not None else None
+        if worker is None or worker is self._drafter:
+            return False
+        try:
+            self._drafter_session = worker.call(lambda unit: unit.open_session())
+        except OnDeviceError:
+            return False  # lost in this moment
+        self._drafter = worker
+        return True
 
     def answer(
         self,
@@ -69,6 +93,8 @@ class Driver:
             self._cancelled = cancelled
         self._law, self._schedule = law, schedule
         coordinator = self.coordinator
+        if self._lend_drafter():
+            coordinator.on_recovery("drafter")
         commands = coordinator.on_prompt(
             time.monotonic_ns(), tokens, limits, schedule, greedy=law.greedy
         )
@@ -80,7 +106,7 @@ class Driver:
                     stopped = stopped or isinstance(command, Stop)
                     yield command
                 if not stopped:
-                    event = self._inbox.get()
+                    event = self._next_event()
                     # First, since a prefill that was cut short says so in its event.
                     commands = self._cancel_if_asked()
                     commands += event(time.monotonic_ns())
@@ -88,6 +114,16 @@ class Driver:
             if not stopped:
                 cancelled.set()
                 self._carry_out(self._cancel_if_asked())
+
+    def _next_event(self) -> Event:
+        """Wait for an event; meanwhile, see that the drafter does not hang."""
+        drafter = self._drafter
+        while True:
+            try:
+                return self._inbox.get(timeout=drafter.patience_s() if drafter else None)
+            except queue.Empty:
+                assert drafter is not None
+                drafter.check()
 
     def _cancel_if_asked(self) -> list[Command]:
         if not self._cancelled.is_set():
@@ -109,9 +145,10 @@ class Driver:
             self._closed = True
             self._cancelled.set()
         self.wake()
-        self._verifier.submit(lambda unit: unit.close_session(self._verifier_session))
-        if self._drafter is not None:
-            self._drafter.submit(lambda unit: unit.close_session(self._drafter_session))
+        for name in ("verifier", "drafter"):
+            worker, session = self._lent(name)
+            if worker is not None:
+                worker.submit(self, Job(partial(_close_session, session), _ignore))
 
     def _carry_out(self, commands: Sequence[Command]) -> list[Emit | Stop]:
         """Give the units their commands; what is for the reader is returned.
@@ -121,9 +158,9 @@ class Driver:
         for command in commands:
             match command:
                 case Prefill(unit=unit):
-                    self._submit(unit, self._prefill_job(command))
+                    self._submit(unit, self._prefill_job(command), timed=True)
                 case StartDraft():
-                    self._submit("drafter", self._draft_job(command))
+                    self._submit("drafter", self._draft_job(command), timed=True)
                 case StartVerify():
                     self._submit("verifier", self._verify_job(command))
                 case StartRun():
@@ -134,20 +171,33 @@ class Driver:
                     self._submit(unit, self._truncate_job(command))
         return [command for command in commands if isinstance(command, Emit | Stop)]
 
-    def _lent(self, unit: UnitName) -> tuple[UnitWorker[Any], int]:
+    def _lent(self, unit: UnitName) -> tuple[UnitWorker[Any] | None, int]:
         """The worker of `unit`, and this session's handle there."""
         if unit == "verifier":
             return self._verifier, self._verifier_session
-        assert self._drafter is not None
         return self._drafter, self._drafter_session
 
-    def _prefill_job(self, command: Prefill) -> Callable[[Any], None]:
-        worker, session = self._lent(command.unit)
-        stopped = _any_of(self._cancelled, worker.closing)
+    def _prefill_job(self, command: Prefill) -> Callable[[Any], Iterator[None]]:
+        """As many turns as other sessions want in between; a chunk a turn at least.
 
-        def job(unit: VerifierUnit | DrafterUnit) -> None:
-            length = unit.prefill(session, command.tokens, stopped)
-            on_prefill = partial(self.coordinator.on_prefill, unit=command.unit, step=command.step)
+        A unit that makes no progress so (the drafter, when its text slides: a cut would bring older
+        text back) does the rest in one turn.
+        """
+        worker, session = self._lent(command.unit)
+        assert worker is not None
+        stopped = _any_of(self._cancelled, worker.closing)
+        on_prefill = partial(self.coordinator.on_prefill, unit=command.unit, step=command.step)
+
+        def job(unit: VerifierUnit | DrafterUnit) -> Iterator[None]:
+            first = length = unit.prefill(session, (), stopped)
+            wanted, patient = first + len(command.tokens), True
+            while True:
+                before, rest = length, command.tokens[length - first :]
+                length = unit.prefill(session, rest, _between_chunks(worker, stopped, patient))
+                if stopped() or length == wanted or not (patient or length > before):
+                    break
+                patient = length > before
+                yield
             self._post(partial(on_prefill, length=length))
 
         return job
@@ -169,16 +219,18 @@ class Driver:
 
         return job
 
-    def _run_job(self, command: StartRun) -> Callable[[VerifierUnit], None]:
+    def _run_job(self, command: StartRun) -> Callable[[VerifierUnit], Iterator[None]]:
         request = RunRequest(
             self._verifier_session, command.step, command.root.token, command.limit, self._law
         )
         self._run_over = threading.Event()
         stopped = _any_of(self._run_over, self._cancelled, self._verifier.closing)
 
-        def job(unit: VerifierUnit) -> None:
+        def job(unit: VerifierUnit) -> Iterator[None]:
             for verdict in unit.run(request, stopped):
                 self._post(partial(self.coordinator.on_verdict, verdict=verdict))
+                if verdict.more:
+                    yield
 
         return job
 
@@ -195,7 +247,9 @@ class Driver:
         )
 
         def job(unit: DrafterUnit) -> None:
-            self._post(partial(self.coordinator.on_draft, result=unit.draft(request)))
+            result = unit.draft(request)
+            check_result(result, request)
+            self._post(partial(self.coordinator.on_draft, result=result))
 
         return job
 
@@ -203,22 +257,15 @@ class Driver:
         _, session = self._lent(command.unit)
         return lambda unit: unit.truncate(session, command.length)
 
-    def _submit(self, name: UnitName, job: Callable[[Any], None]) -> None:
+    def _submit(self, name: UnitName, work: Callable[[Any], Any], *, timed: bool = False) -> None:
         """Give the worker of `name` its job; that it fails, or comes too late, becomes an event."""
-
-        def guarded(unit: Any) -> None:
-            try:
-                job(unit)
-            except Exception as error:
-                log.debug("the %s failed", name, exc_info=error)
-                if not isinstance(error, OnDeviceError):
-                    error = UnitFailed(f"the {name} failed: {type(error).__name__}: {error}")
-                self._fail(name, error)
-
-        if not self._lent(name)[0].submit(guarded):
-            self._fail(name, Closed(f"the {name} is closed; open another engine"))
+        worker, _ = self._lent(name)
+        assert worker is not None
+        worker.submit(self, Job(work, partial(self._fail, name), timed))
 
     def _fail(self, name: UnitName, error: OnDeviceError) -> None:
+        if name == "drafter" and isinstance(error, UnitLost) and self._drafters is not None:
+            error = self._drafters.loss or error
         self._post(partial(self.coordinator.on_failure, unit=name, error=error))
 
     def _post(self, event: Event) -> None:
@@ -227,3 +274,28 @@ class Driver:
 
 def _any_of(*events: threading.Event) -> Callable[[], bool]:
     return lambda: any(event.is_set() for event in events)
+
+
+def _between_chunks(
+    worker: UnitWorker[Any], stopped: Callable[[], bool], patient: bool
+) -> Callable[[], bool]:
+    """For a prefill: stop when told to; if `patient`, when others wait too, but not at once."""
+    begun = False
+
+    def stop() -> bool:
+        nonlocal begun
+        if not begun:
+            begun = True
+            return stopped()
+        worker.step_done()
+        return stopped() or (patient and worker.others_wait())
+
+    return stop
+
+
+def _close_session(session: int, unit: VerifierUnit | DrafterUnit) -> None:
+    unit.close_session(session)
+
+
+def _ignore(_: OnDeviceError) -> None:
+    """A session of a unit that is gone needs no closing."""

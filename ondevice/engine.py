@@ -11,13 +11,24 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from ondevice import blas
 from ondevice.artifact import PAIR_FILE, PairManifest, check_tokenizer
+from ondevice.costs import ASSUMED, CostModel, CostTable
+from ondevice.deadline import Deadline
+from ondevice.drafters import Drafters
 from ondevice.driver import Driver
-from ondevice.errors import ArtifactError, BadCheckpoint, BadRequest, Closed, UserError
+from ondevice.errors import (
+    ArtifactError,
+    BadCheckpoint,
+    BadRequest,
+    Closed,
+    UnitLost,
+    UserError,
+)
 from ondevice.models.pairs import default_pair
 from ondevice.prompt import Prompt
 from ondevice.session import Answer, Model, Options, Session
@@ -27,6 +38,8 @@ from ondevice.worker import UnitWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from ondevice.coststore import CostRecord
 
 
 class Engine:
@@ -38,19 +51,31 @@ class Engine:
         end_tokens: frozenset[int],
         open_verifier: Callable[[], VerifierUnit],
         open_drafter: Callable[[], DrafterUnit] | None,
+        deadline: Deadline | None = None,
+        costs: CostTable | None = None,
     ) -> None:
         """The parts, for those who bring their own units; everyone else calls `open`.
 
         Both functions run on the unit's own thread. A drafter that does not open costs speed
-        only: answers say why. Raises what opening the verifier raised, and the user's mistakes.
+        only: answers say why. deadline: for the drafter's steps, see `Deadline`. costs: what the
+        steps take, None assumes something. Raises what opening the verifier raised, and the user's
+        mistakes.
         """
+        self.costs = CostModel(costs or ASSUMED)
+        self.cost_record: CostRecord | None = None
+        """Where `costs` began; None when they were not measured."""
+        self.cost_trouble = ""
+        """Why the costs, or a part of them, are assumed although they should be known."""
+        self._folder: Path | None = None
         self._sessions: set[Session] = set()
         self._closed = False
         self._lock = threading.Lock()
-        self._verifier = UnitWorker("verifier", open_verifier)
-        self._drafter = UnitWorker("drafter", open_drafter) if open_drafter else None
+        self._drafters = Drafters(open_drafter, deadline or Deadline()) if open_drafter else None
+        self._verifier = UnitWorker(
+            "verifier", open_verifier, on_lost=partial(_end_drafters, self._drafters)
+        )
         # Also at exit, and when nobody holds the engine any more.
-        self._close_workers = weakref.finalize(self, _close, self._verifier, self._drafter)
+        self._close_workers = weakref.finalize(self, _close, self._verifier, self._drafters)
         try:
             no_drafter = self._missing_drafter()
             unit = self._verifier.opened()
@@ -71,16 +96,22 @@ class Engine:
     def open(cls, pair: str | Path | None = None, *, quiet: bool = False) -> Self:
         """Open a pair by its name in pairs.toml or its folder; None is the default pair.
 
-        A named pair is downloaded and converted when it is not there yet; quiet: without progress
-        on stderr. Raises UserError for what the user can mend.
+        A named pair is downloaded and converted when it is not there yet, and measured on this
+        machine when that was not done yet; quiet: without progress on stderr. Raises UserError for
+        what the user can mend.
         """
         from ondevice.converters.pair import prepare_pair
 
-        return cls.open_folder(prepare_pair(default_pair() if pair is None else pair, quiet=quiet))
+        folder = prepare_pair(default_pair() if pair is None else pair, quiet=quiet)
+        return cls.open_folder(folder, quiet=quiet)
 
     @classmethod
-    def open_folder(cls, folder: str | Path) -> Self:
-        """Open a converted pair; raises ArtifactError when its parts do not match."""
+    def open_folder(cls, folder: str | Path, *, measure: bool = True, quiet: bool = False) -> Self:
+        """Open a converted pair; raises ArtifactError when its parts do not match.
+
+        measure: know its costs, see `measure_costs`; without, they are assumed. quiet: without
+        progress on stderr.
+        """
         blas.prepare()
         # Not first on the verifier's thread: only then does MLX free what it compiles on this one
         # (a later conversion's parity check, say) before the interpreter is gone; else a segfault.
@@ -105,34 +136,70 @@ class Engine:
 
         def open_drafter() -> DrafterUnit:
             from ondevice.drafter import CoreMLDrafter
+            from ondevice.remote import ProcessDrafter
 
-            return CoreMLDrafter.open(folder / (pair.drafter or ""), verifier_folder)
+            drafter_folder = folder / (pair.drafter or "")
+            return ProcessDrafter(CoreMLDrafter.open, drafter_folder, verifier_folder)
 
-        return cls(
+        engine = cls(
             tokenizer,
             _end_tokens(verifier_folder, tokenizer),
             open_verifier,
             open_drafter if pair.drafter else None,
         )
+        engine._folder = folder
+        if measure:
+            engine.measure_costs(quiet=quiet)
+        return engine
+
+    def measure_costs(self, *, again: bool = False, quiet: bool = False) -> None:
+        """Know what this pair's steps take on this machine: `costs`, before the first session.
+
+        They are read from the table that is kept for pair, machine and versions; where there is
+        none, or `again`, both units are measured, which takes up to 30 s. What cannot be measured
+        stays assumed, see `cost_trouble`. quiet: without progress on stderr. An engine made of
+        parts keeps the costs it has. Closes the engine when it raises: Closed, UnitLost.
+        """
+        if self._folder is None:
+            return
+        from ondevice.coststore import costs_of
+
+        drafter = self._drafters.current() if self._drafters is not None else None
+        try:
+            record = costs_of(self._folder, self._verifier, drafter, again=again, quiet=quiet)
+        except Exception as error:
+            if self._verifier.usable:
+                self.cost_trouble = f"the verifier could not be measured: {error}"
+                return
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        self.costs, self.cost_record = CostModel(record.table), record
+        self.cost_trouble = record.trouble
 
     @property
     def drafter_runtime(self) -> str | None:
         """What runs the drafter ("emulator-fp32"), for people to read; None without a drafter."""
-        if self._drafter is None:
+        if self._drafters is None or self.model.no_drafter:
             return None
-        return self._drafter.opened().runtime_name
+        return self._drafters.first.opened().runtime_name
 
     def session(self, *, system: str | None = None) -> Session:
         """A new conversation with caches of its own; `system` is its first message.
 
-        Raises Closed, and BadRequest for a system message that is no text.
+        Raises Closed, also once the verifier was lost, which closes the engine, and BadRequest for
+        a system message that is no text.
         """
         if system is not None and not isinstance(system, str):
             raise BadRequest(f"a system message must be text, got {type(system).__name__}")
         with self._lock:
             if self._closed:
                 raise Closed("this engine is closed; open another one")
-            driver = Driver(self._verifier, self._drafter)
+            if self._verifier.lost is not None:
+                raise Closed(f"this engine is closed; open another one: {self._verifier.lost}")
+            driver = Driver(self._verifier, self._drafters)
             session = Session(self.model, driver, system, on_close=self._forget)
             self._sessions.add(session)
         return session
@@ -153,14 +220,14 @@ class Engine:
 
     def _missing_drafter(self) -> str:
         """Wait for the drafter; why there is none, "" if there is. Raises the user's mistakes."""
-        if self._drafter is None:
+        if self._drafters is None:
             return "the pair has no drafter"
         try:
-            self._drafter.opened()
+            self._drafters.first.opened()
         except UserError:
             raise
         except Exception as error:
-            self._drafter = None
+            self._drafters = None
             return f"the drafter did not open: {error}"
         return ""
 
@@ -174,11 +241,17 @@ class Engine:
         self.close()
 
 
-def _close(verifier: UnitWorker[VerifierUnit], drafter: UnitWorker[DrafterUnit] | None) -> None:
+def _close(verifier: UnitWorker[VerifierUnit], drafters: Drafters | None) -> None:
     verifier.stop()  # both are told before one is waited for
-    if drafter is not None:
-        drafter.close()
+    if drafters is not None:
+        drafters.close()
     verifier.close()
+
+
+def _end_drafters(drafters: Drafters | None, _: UnitLost) -> None:
+    """Without its verifier an engine can answer nothing: nothing of it goes on."""
+    if drafters is not None:
+        drafters.stop()
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

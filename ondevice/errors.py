@@ -11,7 +11,8 @@
     │   ├── BadRequest             a prompt or a parameter out of its range
     │   └── ContextOverflow        prompt longer than the verifier's context
     └── RuntimeFailure             ours: exit status 1
-        ├── UnitFailed             a unit (drafter, verifier) raised, or was lost
+        ├── UnitFailed             a unit (drafter, verifier) raised
+        │   └── UnitLost           it is gone for good: ended, hung, or its state is in doubt
         ├── Closed                 an engine or a session was used after its end
         ├── CallMismatch           a Core ML function called by a wrong name or with wrong tensors
         └── UnknownOp              the emulator met an op that it does not know
@@ -69,7 +70,11 @@ class RuntimeFailure(OnDeviceError):
 
 
 class UnitFailed(RuntimeFailure):
-    """A unit raised or was lost while it worked."""
+    """A unit raised while it worked."""
+
+
+class UnitLost(UnitFailed):
+    """A unit can do no more work: its process ended, it hung, or what it holds is in doubt."""
 
 
 class CallMismatch(RuntimeFailure):

@@ -58,6 +58,11 @@ class Lane:
         self.alive, self.running, self.stale = False, None, False
         self.waiting.clear()
 
+    def regain(self) -> None:
+        """Another unit took its place, with an empty cache."""
+        self.lose()
+        self.alive, self.held = True, 0
+
     def load(self, committed: Sequence[int], common: int, *, prefill: bool) -> None:
         """Keep of the cache what lies within the first `common` of `committed`.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
@@ -123,6 +124,7 @@ class Session:
         self._on_close = on_close
         self._busy = threading.Lock()
         self._cancelled: threading.Event | None = None
+        self._latest: threading.Event | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -135,18 +137,21 @@ class Session:
         assert last.answer is not None
         return last.answer
 
-    def stream(self, prompt: Prompt, options: Options | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, options: Options | None = None
+    ) -> Generator[Piece, None, None]:
         """The answer piece by piece. Raises as `generate` does.
 
         A string is added to the conversation, and so is the answer; a list of messages replaces
         the conversation; token ids leave it alone. Closing the iterator cancels the answer; what
         was said so far stays in the conversation.
         """
-        yield from self._stream(prompt, options, threading.Event())
+        self._latest = cancelled = threading.Event()
+        return self._stream(prompt, options, cancelled)
 
     def _stream(
         self, prompt: Prompt, options: Options | None, cancelled: threading.Event
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         if options is not None and not isinstance(options, Options):
             raise BadRequest(f"options must be Options, got {options!r}")
         if not self._busy.acquire(blocking=False):
@@ -160,8 +165,6 @@ class Session:
 
     async def astream(self, prompt: Prompt, options: Options | None = None) -> AsyncIterator[Piece]:
         """`stream` for asyncio, pumped by a thread; leaving the loop cancels the answer."""
-        import asyncio
-
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         cancelled = threading.Event()
@@ -180,14 +183,17 @@ class Session:
         finally:
             cancelled.set()
             self._driver.wake()
-            await pumping
+            await _ended(pumping)
 
     def cancel(self) -> None:
-        """End the answer under way with what it has. Harmless when there is none."""
-        cancelled = self._cancelled
-        if cancelled is not None:
-            cancelled.set()
-            self._driver.wake()
+        """End the answer under way with what it has, and the one that is to come of a new stream.
+
+        Harmless when there is none.
+        """
+        for cancelled in (self._cancelled, self._latest):
+            if cancelled is not None:
+                cancelled.set()
+        self._driver.wake()
 
     def close(self) -> None:
         """Cancel what runs and free both caches."""
@@ -276,3 +282,19 @@ class Session:
             tokens=tuple(emitted),
             stats=summarise(turn, reason, seed),
         )
+
+
+async def _ended(pumping: asyncio.Future[None]) -> None:
+    """Wait for the end of an answer that was cancelled, also when the waiter is cancelled again.
+
+    Else the session would be busy a little longer than its reader.
+    """
+    again = None
+    while not pumping.done():
+        try:
+            await asyncio.shield(pumping)
+        except asyncio.CancelledError as error:
+            again = error
+    if again is not None:
+        raise again
+    pumping.result()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from ondevice.records import (
     AcceptanceRule,
@@ -89,7 +89,10 @@ class VerifierUnit(Protocol):
         """Free the cache."""
 
     def prefill(self, session: int, tokens: Sequence[int], stopped: Callable[[], bool]) -> int:
-        """Append `tokens` to the cache, chunk by chunk until `stopped()`; returns its length."""
+        """Append `tokens` to the cache, chunk by chunk until `stopped()`; returns its length.
+
+        `stopped` is asked before every chunk. What was left out may be given to a later call.
+        """
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         """Score, walk and commit: the cache gains the root and the accepted path, no other row."""
@@ -109,8 +112,20 @@ class VerifierUnit(Protocol):
         """Free everything."""
 
 
+@runtime_checkable
+class Killable(Protocol):
+    """A unit that can be ended while it works, because it lives in a process of its own."""
+
+    def kill(self) -> None:
+        """End it, from any thread; the call under way raises UnitLost. Again is harmless."""
+
+
 class DrafterUnit(Protocol):
     """A small model that proposes. It may be wrong, late or dead; the text stays the same.
+
+    A step has a deadline, so whatever is slow once (compiling) belongs into opening. UnitLost says
+    that the unit is gone; after any other error the session that met it goes on without, others
+    keep it.
 
     name: the proposer's, in proposals. runtime_name: what runs it, for people to read.
     """
@@ -128,7 +143,10 @@ class DrafterUnit(Protocol):
         """Free the cache."""
 
     def prefill(self, session: int, tokens: Sequence[int], stopped: Callable[[], bool]) -> int:
-        """Append committed `tokens`; returns how many committed tokens the session now has."""
+        """Append committed `tokens`; returns how many committed tokens the session now has.
+
+        `stopped` is asked before every step. What was left out may be given to a later call.
+        """
 
     def draft(self, request: DraftRequest) -> DraftResult:
         """Expand the rows: the likeliest children of each, ranked."""

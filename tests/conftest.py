@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import tiny
@@ -14,10 +15,26 @@ from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.pair import write_pair
 from ondevice.converters.verifier import write_verifier
 from ondevice.engine import Engine
+from ondevice.home import HOME_VARIABLE, home_folder
 from ondevice.models.pairs import DrafterRecipe
+
+if TYPE_CHECKING:
+    from ondevice.apps.baselines import MlxLmPlain
 
 # Before any test module imports MLX, which would keep its slow BLAS.
 blas.prepare()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's downloads and pairs, in a home whose measured costs are the suite's own."""
+    users, home = home_folder(), tmp_path_factory.mktemp("home")
+    for shared in ("downloads", "pairs"):
+        (users / shared).mkdir(parents=True, exist_ok=True)
+        (home / shared).symlink_to(users / shared)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HOME_VARIABLE, str(home))
+        yield home
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +68,19 @@ def tiny_pair(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="session")
+def twin_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that cannot tell token 2i from token 2i + 1: their logits are the same numbers."""
+    model = tiny.tiny_model(seed=3)
+    embedding = model.tensors["model.embed_tokens.weight"]
+    embedding[1::2] = embedding[0::2]
+    folder = tmp_path_factory.mktemp("twins")
+    checkpoint = open_checkpoint(tiny.write_folder(model, folder / "llama"))
+    recipe = DrafterRecipe(layers=(0,), row_counts=(1, 8), context_sizes=(256,))
+    write_pair(checkpoint, folder / "pair", name="twins", drafter=recipe, quiet=True)
+    return folder / "pair"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mounts a memory disk of so many bytes; only root may."""
@@ -74,3 +104,11 @@ def engine(tiny_pair: Path) -> Iterator[Engine]:
     """The tiny pair, opened once a file."""
     with Engine.open_folder(tiny_pair) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def mlx_lm(tiny_pair: Path, engine: Engine) -> MlxLmPlain:
+    """mlx-lm on the same verifier, on this thread."""
+    from ondevice.apps.baselines import MlxLmPlain  # brings MLX
+
+    return MlxLmPlain(tiny_pair / "verifier", engine.model.end_tokens)

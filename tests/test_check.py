@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,39 +11,23 @@ import numpy as np
 import pytest
 import tiny
 from commandline import Run, assert_one_line, runner
+from faulty import open_tiny, other_token, twin_token
 
 from ondevice.apps import check as check_command
 from ondevice.apps import comparison
 from ondevice.apps.comparison import compare
+from ondevice.apps.counting import LINES
 from ondevice.apps.margin import NEAR_TIE, Forced, margin
 from ondevice.apps.prompts import PROMPTS
-from ondevice.converters.checkpoint import open_checkpoint
-from ondevice.converters.pair import write_pair
 from ondevice.drafter import CoreMLDrafter
 from ondevice.engine import Engine
-from ondevice.models.pairs import DrafterRecipe
 from ondevice.policy import STRATEGIES
-from ondevice.records import DraftResult, Verdict
+from ondevice.records import DraftResult
 from ondevice.sampling import SamplingParams, noise
 from ondevice.session import Options
-from ondevice.units import DrafterUnit, DraftRequest, VerifierUnit, VerifyRequest
-from ondevice.verifier import MLXVerifier
+from ondevice.units import DrafterUnit, DraftRequest
 
 PAIR_OF_PROMPTS = ("Where is the river?", "Count to ten.")
-Plant = Callable[[VerifyRequest, Verdict], Verdict]
-
-
-class FaultyVerifier(MLXVerifier):
-    """Tells another token than its own wherever rows were speculated."""
-
-    plant: Plant
-
-    def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        verdicts = super().verify(requests)
-        return [
-            self.plant(request, verdict) if len(request.rows) > 1 else verdict
-            for request, verdict in zip(requests, verdicts, strict=True)
-        ]
 
 
 class GuessingDrafter(CoreMLDrafter):
@@ -55,50 +39,10 @@ class GuessingDrafter(CoreMLDrafter):
         return replace(result, proposals=wrong)
 
 
-def open_tiny(
-    pair: Path, plant: Plant | None = None, drafter: Callable[[], DrafterUnit] | None = None
-) -> Engine:
-    with Engine.open_folder(pair) as sound:
-        tokenizer, ends = sound.model.tokenizer, sound.model.end_tokens
-
-    def open_verifier() -> VerifierUnit:
-        if plant is None:
-            return MLXVerifier.open(pair / "verifier")
-        unit = FaultyVerifier.open(pair / "verifier")
-        unit.plant = plant
-        return unit
-
-    def open_drafter() -> DrafterUnit:
-        return CoreMLDrafter.open(pair / "drafter", pair / "verifier")
-
-    return Engine(tokenizer, ends, open_verifier, drafter or open_drafter)
-
-
-def other_token(_: VerifyRequest, verdict: Verdict) -> Verdict:
-    return replace(verdict, tokens=(*verdict.tokens[:-1], (verdict.tokens[-1] + 5) % 200 + 10))
-
-
-def twin_token(_: VerifyRequest, verdict: Verdict) -> Verdict:
-    return replace(verdict, tokens=(*verdict.tokens[:-1], verdict.tokens[-1] ^ 1))
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_pair: Path) -> Iterator[Engine]:
     with Engine.open_folder(tiny_pair) as engine:
         yield engine
-
-
-@pytest.fixture(scope="module")
-def twin_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that cannot tell token 2i from token 2i + 1: their logits are the same numbers."""
-    model = tiny.tiny_model(seed=3)
-    embedding = model.tensors["model.embed_tokens.weight"]
-    embedding[1::2] = embedding[0::2]
-    folder = tmp_path_factory.mktemp("twins")
-    checkpoint = open_checkpoint(tiny.write_folder(model, folder / "llama"))
-    recipe = DrafterRecipe(layers=(0,), row_counts=(1, 8), context_sizes=(256,))
-    write_pair(checkpoint, folder / "pair", name="twins", drafter=recipe)
-    return folder / "pair"
 
 
 # What is exact
@@ -141,7 +85,7 @@ def test_a_planted_fault_is_found_and_named(
     monkeypatch.setattr(check_command, "open_engine", lambda _: faulty)
     status, out, err = runner(capfd, monkeypatch)("check", tiny_pair, "--quick")
     assert status == 1
-    assert len(err.splitlines()) == check_command.LINES
+    assert len(err.splitlines()) == LINES
     faults = [line for line in out.splitlines() if line.startswith("FAULT: ")]
     assert len(faults) == 5 * 2 * 2  # prompts, temperatures, speculating strategies
     first = faults[0]

@@ -95,7 +95,7 @@ def test_a_conversion_beside_an_open_engine_leaves_a_clean_exit(tiny_pair, tmp_p
     code = (
         "from pathlib import Path\n"
         "from ondevice import Engine, Options\n"
-        f"engine = Engine.open_folder({str(tiny_pair)!r})\n"
+        f"engine = Engine.open_folder({str(tiny_pair)!r}, quiet=True)\n"
         "engine.generate([9, 40, 77], Options(max_tokens=4))\n"
         "from ondevice.converters.checkpoint import open_checkpoint\n"
         "from ondevice.converters.pair import write_pair\n"
@@ -104,7 +104,7 @@ def test_a_conversion_beside_an_open_engine_leaves_a_clean_exit(tiny_pair, tmp_p
         f"pair = Path({str(tmp_path / 'pair')!r})\n"
         f"checkpoint = open_checkpoint(Path({str(folder)!r}))\n"
         "write_pair(checkpoint, pair, name='tiny', drafter=recipe, quiet=True)\n"
-        "Engine.open_folder(pair)\n"
+        "Engine.open_folder(pair, quiet=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ondevice.engine import Engine
-from ondevice.errors import ArtifactError, BadRequest, UnitFailed
+from ondevice.errors import ArtifactError, BadRequest, Closed, UnitFailed
 from ondevice.policy import STRATEGIES
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
@@ -71,14 +71,15 @@ def test_a_drafter_that_fails_costs_no_token_and_the_answer_says_so(engine, tiny
         assert session.generate(PROMPT, SHORT).token_ids == whole
 
 
-def test_a_verifier_that_fails_raises_and_the_engine_still_closes(tiny_pair):
+def test_a_verifier_that_fails_raises_and_closes_its_engine(tiny_pair):
     with breaking(tiny_pair, "verifier", "verify", 1) as broken:
         with broken.session() as session:
             with pytest.raises(UnitFailed, match="the unit is gone"):
                 session.generate(PROMPT, SHORT)
             with pytest.raises(UnitFailed, match="new session"):
                 session.generate(PROMPT, SHORT)
-        assert broken.generate(PROMPT, replace(SHORT, strategy="plain")).token_ids
+        with pytest.raises(Closed, match="the unit is gone"):
+            broken.generate(PROMPT, replace(SHORT, strategy="plain"))
 
 
 def test_a_drafter_that_does_not_open_is_a_reason_not_an_error(tiny_pair, engine):
@@ -259,6 +260,34 @@ def test_astream_cancelled_at_once_does_not_write_the_answer(paused):
 
     asyncio.run(read())
     assert unit.run_tokens < 300
+
+
+def test_a_reader_cancelled_twice_leaves_a_session_that_is_not_busy(paused):
+    made, unit = paused
+
+    async def read() -> None:
+        session = made.session()
+        task = asyncio.ensure_future(anext(session.astream(PROMPT, SHORT)))
+        await asyncio.to_thread(unit.begun.wait, 30)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        unit.may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert session.generate(PROMPT, SHORT).token_ids
+
+    asyncio.run(read())
+
+
+def test_a_stream_that_is_cancelled_before_it_is_read_has_no_text(engine):
+    with engine.session() as session:
+        stream = session.stream(PROMPT, SHORT)
+        session.cancel()
+        (last,) = stream
+        assert last.answer.finish_reason == "cancelled"
+        assert last.answer.token_ids == ()
+        assert session.generate(PROMPT, SHORT).token_ids
 
 
 def test_an_answer_stopped_before_its_first_word_leaves_the_conversation_alone(paused):

@@ -25,13 +25,27 @@ MAX_MEDIAN_FUNCTION_LINES = 12
 # a dot is a whole package. A new module of the runtime must be given its room here.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "errors": ({"errors"}, set()),
-    "files": ({"artifact", "verifierfolder", "home", "blas"}, {"errors"}),
+    "files": ({"artifact", "verifierfolder", "home", "blas", "machine"}, {"errors"}),
     "records": ({"records", "rows", "text", "prompt"}, {"errors"}),
     "tree": ({"tree", "sampling", "sampling_mlx", "units", "lane"}, {"errors", "records"}),
-    "policy": ({"policy"}, {"errors", "records", "tree"}),
+    "policy": (
+        {"policy", "planning", "acceptance", "costs"},
+        {"errors", "records", "tree"},
+    ),
     "coordinator": ({"coordinator"}, {"errors", "records", "tree", "policy"}),
     "driver": (
-        {"driver", "simulate", "statistics", "worker"},
+        {
+            "benches",
+            "calibration",
+            "deadline",
+            "draftcheck",
+            "drafters",
+            "driver",
+            "rotation",
+            "simulate",
+            "statistics",
+            "worker",
+        },
         {"errors", "records", "tree", "policy", "coordinator"},
     ),
     "models": ({"models."}, {"errors"}),
@@ -46,6 +60,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "mlxfolder",
             "plainrun",
             "proposing",
+            "remote",
             "slots",
             "treecache",
             "verifier",
@@ -53,7 +68,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "files", "records", "tree", "coreml", "models"},
     ),
     "engine": (
-        {"engine", "session"},
+        {"coststore", "engine", "session"},
         {
             "errors",
             "files",

@@ -1,0 +1,34 @@
+"""Progress over answers: a bar on a terminal, a few lines in a log."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ondevice.apps.terminal import note, notes
+
+LINES = 10
+"""How many lines of progress a whole command writes where there is no terminal."""
+
+
+@contextmanager
+def counting(command: str, total: int) -> Iterator[Callable[[], None]]:
+    """The function to call after each answer: it moves a bar, or writes a line now and then."""
+    console = notes()
+    if not console.is_terminal:
+        answers = itertools.count(1)
+        yield lambda: _count_line(command, next(answers), total)
+        return
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("answers", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _count_line(command: str, done: int, total: int) -> None:
+    """A line for a log, so that it does not look hung, at every tenth of the work."""
+    if done * LINES // total > (done - 1) * LINES // total:
+        note(f"{command}: {done} of {total} answers")

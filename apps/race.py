@@ -1,0 +1,197 @@
+"""Interleaved measurement, and what it says: rates, ratios and whether the texts are the same."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from ondevice.apps.comparison import Difference, difference
+from ondevice.apps.questions import Question
+from ondevice.apps.sides import Drafting, Run, Side
+from ondevice.engine import Engine
+from ondevice.sampling import SamplingParams
+
+Entry = TypeVar("Entry")
+
+GREEDY = SamplingParams()
+WARM_UP_TOKENS = 8
+"""Tokens that every side decodes unmeasured: what MLX compiles and allocates comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question as the token ids that every side is given."""
+
+    question: Question
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One answer of one side."""
+
+    task: Task
+    repeat: int
+    side: str
+    run: Run
+
+
+def race(
+    sides: Sequence[Side],
+    tasks: Sequence[Task],
+    max_tokens: int,
+    repeats: int,
+    on_answer: Callable[[], None] = lambda: None,
+) -> list[Measured]:
+    """Every task by every side, `repeats` times, in turn, so that drift of the machine hits all.
+
+    `on_answer` is called after each measured answer. Raises what a side raises.
+    """
+    for side in sides:
+        side.answer(tasks[0].prompt, min(max_tokens, WARM_UP_TOKENS))
+    measured = []
+    turns = ((repeat, task) for repeat in range(repeats) for task in tasks)
+    for turn, (repeat, task) in enumerate(turns):
+        for side in rotated(sides, turn):
+            run = side.answer(task.prompt, max_tokens)
+            measured.append(Measured(task, repeat, side.name, run))
+            on_answer()
+    return measured
+
+
+def rotated(sides: Sequence[Entry], turn: int) -> list[Entry]:
+    """The order of a turn: each side comes at each place, and after every other turn reversed.
+
+    So no side always follows the same one, nor always starts.
+    """
+    cycle, start = divmod(turn, len(sides))
+    order = [*sides[start:], *sides[:start]]
+    return order[::-1] if cycle % 2 else order
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Of `values`; None when there are none."""
+        if not values:
+            return None
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+    def as_json(self) -> dict[str, float]:
+        """By name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One side over all tasks. differences: to the first side's texts, one a text at most."""
+
+    side: str
+    runs: tuple[Measured, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def rates_tok_s(self) -> dict[str, float]:
+        """By question id: the median of its repeats; questions without a rate are missing."""
+        found: dict[str, list[float]] = {}
+        for each in self.runs:
+            if each.run.decode_tok_s is not None:
+                found.setdefault(each.task.question.id, []).append(each.run.decode_tok_s)
+        return {question: statistics.median(rates) for question, rates in found.items()}
+
+    @property
+    def decode_tok_s(self) -> Spread | None:
+        """Of the questions' rates."""
+        return Spread.of(list(self.rates_tok_s.values()))
+
+    @property
+    def ttft_ms(self) -> Spread | None:
+        """Time to the first token, of all answers."""
+        return Spread.of([each.run.ttft_ms for each in self.runs if each.run.ttft_ms is not None])
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(len(each.run.tokens) for each in self.runs)
+
+    @property
+    def drafting(self) -> Drafting:
+        """Summed over all answers."""
+        parts = [each.run.drafting for each in self.runs]
+        return Drafting(
+            steps=sum(part.steps for part in parts),
+            drafted=sum(part.drafted for part in parts),
+            accepted=sum(part.accepted for part in parts),
+        )
+
+    @property
+    def near_ties(self) -> int:
+        """Texts that part from the first side's at a near-tie."""
+        return sum(each.near_tie for each in self.differences)
+
+    @property
+    def faults(self) -> int:
+        """Texts that part where they must not."""
+        return len(self.differences) - self.near_ties
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """What our answers said of their strategy, and how many of them, most often first."""
+        answers = (each.run.answer for each in self.runs)
+        return dict(Counter(a.stats.reason for a in answers if a is not None).most_common())
+
+    def ratio_to(self, other: Standing) -> Spread | None:
+        """Rate over that of `other`, question by question and repeat by repeat."""
+        return Spread.of(list(self.ratios_to(other).values()))
+
+    def ratios_to(self, other: Standing) -> dict[str, float]:
+        """By question id: the median of the ratios of its repeats."""
+        theirs = {
+            (each.task.question.id, each.repeat): each.run.decode_tok_s for each in other.runs
+        }
+        found: dict[str, list[float]] = {}
+        for each in self.runs:
+            question = each.task.question.id
+            ours, base = each.run.decode_tok_s, theirs[question, each.repeat]
+            if ours is not None and base is not None:
+                found.setdefault(question, []).append(ours / base)
+        return {question: statistics.median(ratios) for question, ratios in found.items()}
+
+
+def standings(engine: Engine, measured: Sequence[Measured]) -> list[Standing]:
+    """One for each side; the first side that was measured is the one that texts are compared with.
+
+    A margin takes some forwards of `engine`, so this comes after the race.
+    """
+    names = list(dict.fromkeys(each.side for each in measured))
+    reference = {
+        (each.task.question.id, each.repeat): each.run.tokens
+        for each in measured
+        if each.side == names[0]
+    }
+
+    def differences(runs: Iterable[Measured]) -> Iterator[Difference]:
+        for each in runs:
+            question = each.task.question
+            plain = reference[question.id, each.repeat]
+            found = difference(engine, question.text, GREEDY, each.side, plain, each.run.tokens)
+            if found is not None:
+                yield found
+
+    def standing(name: str) -> Standing:
+        runs = tuple(each for each in measured if each.side == name)
+        return Standing(name, runs, tuple(differences(runs)))
+
+    return [standing(name) for name in names]

@@ -1,0 +1,81 @@
+"""A Core ML drafter as an mlx-lm model: what mlx-lm's own speculative decoding drafts with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from ondevice.artifact import (
+    DRAFTER_EMBEDDING,
+    DRAFTER_FILE,
+    DRAFTER_PACKAGE,
+    VERIFIER_FILE,
+    DrafterManifest,
+    VerifierManifest,
+)
+from ondevice.converters.parity import stored_model
+from ondevice.coreml.package import Function, Package
+from ondevice.drafter import rotary_settings
+from ondevice.embeddings import Embedding
+from ondevice.errors import UnsupportedModel
+from ondevice.models.config import ModelConfig
+from ondevice.models.drafter_weights import RESIDUAL_SCALE
+from ondevice.verifierfolder import weight_files
+
+
+def mlx_twin(folder: Path, verifier_folder: Path) -> Module:
+    """The drafter in `folder` as mlx-lm's Llama, with the weights that its package stores.
+
+    They are in the verifier's precision. The package is the source, not the checkpoint that it was
+    made from: so a trained drafter has its twin too. Raises UnsupportedModel for a drafter that is
+    no plain Llama (compressed weights, a vocabulary of its own), ArtifactError for damaged files.
+    """
+    manifest = DrafterManifest.read(folder / DRAFTER_FILE)
+    verifier = VerifierManifest.read(verifier_folder / VERIFIER_FILE)
+    if manifest.row_to_token is not None:
+        raise UnsupportedModel(
+            "mlx-lm drafts with the whole vocabulary, this drafter has a part of it"
+        )
+    if manifest.compression != "fp16":
+        raise UnsupportedModel(f"the drafter's weights are stored as {manifest.compression}")
+    files = weight_files(verifier_folder, verifier)
+    if manifest.embedding_in == "drafter":
+        files = [folder / DRAFTER_EMBEDDING]
+    embedding = Embedding.open(files, manifest.embedding_tensor, manifest.embedding_sha256)
+    package = Package.open(folder / DRAFTER_PACKAGE)
+    config = _config(manifest, next(iter(package.functions.values())), verifier.context)
+    model: Module = stored_model(package, config, embedding.rows(range(manifest.vocab_size)))
+    model.set_dtype(getattr(mx, verifier.dtype))
+    mx.eval(model.parameters())  # type: ignore[no-untyped-call]  # mlx has no types there
+    return model
+
+
+def _config(manifest: DrafterManifest, function: Function, context: int) -> ModelConfig:
+    """What the manifest and the package say of the network; `context` is the verifier's."""
+    rotary = rotary_settings(manifest.rope, manifest.head_dim)
+    return ModelConfig(
+        family=manifest.family,
+        vocab_size=manifest.vocab_size,
+        hidden_size=manifest.hidden_size,
+        intermediate_size=function.constants["layer0_mlp_gate_weight"].type.shape[0],
+        num_layers=manifest.num_layers,
+        num_heads=manifest.num_heads,
+        num_kv_heads=manifest.num_kv_heads,
+        head_dim=manifest.head_dim,
+        context=context,
+        rms_norm_eps=_norm_epsilon(function),
+        rope_theta=rotary.rope_theta,
+        rope_scaling=rotary.rope_scaling,
+        tied_embeddings=False,
+    )
+
+
+def _norm_epsilon(function: Function) -> float:
+    """The eps of its norms, for a residual stream that is not scaled; rounded as it is stored."""
+    norm = next(op for op in function.ops if op.type == "layer_norm")
+    (argument,) = norm.inputs["epsilon"]
+    constant = function.constants[argument] if isinstance(argument, str) else argument
+    return float(np.asarray(constant.read())) / RESIDUAL_SCALE**2
