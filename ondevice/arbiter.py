@@ -61,7 +61,7 @@ class Trial:
 
     @property
     def optimistic_rate(self) -> float:
-        """SPREAD standard errors above `rate`; each round is uncertain by LEAST_DEVIATION at least."""
+        """SPREAD standard errors above `rate`; a round deviates by LEAST_DEVIATION at least."""
         mean = self.tokens / self.rounds
         deviation = math.sqrt(max(LEAST_DEVIATION**2, self.squares / self.rounds - mean * mean))
         more = SPREAD * deviation * math.sqrt(self.rounds)
@@ -73,6 +73,8 @@ class Arbiter:
 
     def __init__(self) -> None:
         self.strategy: Active = "pipelined"
+        self.rows = 4.0
+        """Of a speculative forward, the latest on average."""
         self._champion: Active = "pipelined"
         self._trial = Trial()
         self._rival = Trial()

@@ -15,7 +15,7 @@ from typing import Literal
 from ondevice.acceptance import ClaimKind, claims
 from ondevice.errors import UnitFailed
 from ondevice.lane import Lane
-from ondevice.ledger import Ledger
+from ondevice.ledger import Ledger, emitted_tokens
 from ondevice.policy import LEAST_REACH, Experience, Policy, Schedule, View, policy_for
 from ondevice.proposers import HostProposer
 from ondevice.records import (
@@ -25,7 +25,6 @@ from ondevice.records import (
     DraftResult,
     DraftRow,
     Emit,
-    EmittedToken,
     FinishReason,
     NodeToken,
     Proposal,
@@ -174,6 +173,11 @@ class Coordinator:
         if self.phase in ("prefill", "answering"):
             self._end(now_ns, "cancelled")
         return self._proceed(now_ns)
+
+    @property
+    def reason(self) -> str:
+        """Why the strategy in force is in force, for people."""
+        return self._policy.reason
 
     @property
     def at_rest(self) -> bool:
@@ -353,7 +357,7 @@ class Coordinator:
         )
         drafting_since_ns = None if self._drafting is None else self._draft_began_ns
         self._policy.learn(record, self._ledger.learn(record, drafting_since_ns, now_ns))
-        self._out.append(Emit(_emitted(tokens, verdict, proposers), record))
+        self._out.append(Emit(emitted_tokens(tokens, verdict, proposers), record))
         if reason is not None:
             self._end(now_ns, reason)
         else:
@@ -388,17 +392,3 @@ LEAST_LEFT = 0.1
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _emitted(
-    tokens: Sequence[int], verdict: Verdict, proposers: Sequence[str]
-) -> tuple[EmittedToken, ...]:
-    return tuple(
-        EmittedToken(
-            token,
-            verdict.logprobs[i],
-            verdict.top_logprobs[i] if verdict.top_logprobs else (),
-            proposers[i] if i < len(proposers) else None,
-        )
-        for i, token in enumerate(tokens)
-    )

@@ -104,15 +104,15 @@ class StepCosts:
         best_ms, best_count = float("inf"), 0
         for rows in range(max(most, widest), 0, -1):
             if rows in self._scale or rows > widest:
-                here_ms = self._exactly(rows, context, beside)
+                here_ms = self.exactly(rows, context, beside)
                 if here_ms <= best_ms:
                     best_ms, best_count = here_ms, rows
             costs.append(best_ms)
             counts.append(best_count)
         return [0.0, *costs[:0:-1]], [0, *counts[:0:-1]]
 
-    def _exactly(self, rows: int, context: int, beside: float) -> float:
-        """Of exactly `rows`, known or beyond all that is known."""
+    def exactly(self, rows: int, context: int = 0, beside: float = 0.0) -> float:
+        """Milliseconds of a step of exactly `rows`, not filled up, known or not."""
         widest = self._widest_measured
         scale = self._scale.get(rows, self._scale[widest])
         if rows in self._points:
@@ -147,7 +147,7 @@ class StepCosts:
         """Learn from a step that took `took_ms`."""
         if took_ms <= 0:
             return
-        surprise = took_ms / self._exactly(rows, context, beside)
+        surprise = took_ms / self.exactly(rows, context, beside)
         if rows not in self._scale:
             self._scale[rows] = self._scale[self._widest_measured] * surprise
         else:

@@ -146,6 +146,7 @@ class CoreMLDrafter:
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
             catch_up_steps=max(0, steps - 1),
+            function_rows=function.rows if steps == 1 else 0,
             window=pool.window,
         )
 
@@ -245,13 +246,16 @@ class _Plan:
 
 
 class _Function:
-    """One drafter function with its input buffers and, once it was asked for logits, theirs."""
+    """One drafter function with its input buffers and, once it was asked for logits, theirs.
+
+    rows: T of its name.
+    """
 
     def __init__(
         self, runtime: CoreMLRuntime, shape: FunctionShape, logit_rows: Sequence[int]
     ) -> None:
         self._runtime, self._name = runtime, shape.name
-        self._rows, self._logit_rows = shape.rows, logit_rows
+        self.rows, self._logit_rows = shape.rows, logit_rows
         self._signature = signature = runtime.functions[shape.name]
         self._own = {name: signature.inputs[name].empty() for name in _HOST_INPUTS}
         self._inputs: dict[str, Array] = {}
@@ -291,7 +295,7 @@ class _Function:
 
     @cached_property
     def _head_buffers(self) -> _HeadBuffers:
-        return _HeadBuffers.empty(self._signature, self._logit_rows, self._rows)
+        return _HeadBuffers.empty(self._signature, self._logit_rows, self.rows)
 
 
 @dataclass(frozen=True, slots=True)

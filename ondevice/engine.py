@@ -30,6 +30,7 @@ from ondevice.errors import (
     UserError,
 )
 from ondevice.models.pairs import default_pair
+from ondevice.policy import Experience
 from ondevice.prompt import Prompt
 from ondevice.session import Answer, Model, Options, Session
 from ondevice.units import DrafterUnit, VerifierUnit
@@ -61,7 +62,7 @@ class Engine:
         steps take, None assumes something. Raises what opening the verifier raised, and the user's
         mistakes.
         """
-        self.costs = CostModel(costs or ASSUMED)
+        self._experience = Experience(CostModel(costs or ASSUMED))
         self.cost_record: CostRecord | None = None
         """Where `costs` began; None when they were not measured."""
         self.cost_trouble = ""
@@ -176,7 +177,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self.costs, self.cost_record = CostModel(record.table), record
+        self._experience, self.cost_record = Experience(CostModel(record.table)), record
         self.cost_trouble = record.trouble
 
     @property
@@ -199,8 +200,8 @@ class Engine:
                 raise Closed("this engine is closed; open another one")
             if self._verifier.lost is not None:
                 raise Closed(f"this engine is closed; open another one: {self._verifier.lost}")
-            driver = Driver(self._verifier, self._drafters)
-            session = Session(self.model, driver, system, on_close=self._forget)
+            driver = Driver(self._verifier, self._drafters, self._experience.copy())
+            session = Session(self.model, driver, system, self._forget, self._remember)
             self._sessions.add(session)
         return session
 
@@ -230,6 +231,15 @@ class Engine:
             self._drafters = None
             return f"the drafter did not open: {error}"
         return ""
+
+    @property
+    def costs(self) -> CostModel:
+        """What the steps take, as far as is known from answers that have ended."""
+        return self._experience.costs
+
+    def _remember(self, session: Session) -> None:
+        """Let later sessions begin with what this one knows by now."""
+        self._experience = session.experience.copy()
 
     def _forget(self, session: Session) -> None:
         self._sessions.discard(session)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ondevice.costs import CostModel
-from ondevice.records import DraftRecord, DraftResult, StartVerify, StepRecord, Verdict, VerifyRow
+from ondevice.records import (
+    DraftRecord,
+    DraftResult,
+    EmittedToken,
+    StartVerify,
+    StepRecord,
+    Verdict,
+    VerifyRow,
+)
 from ondevice.tree import Rerooted
 
 
@@ -102,3 +110,18 @@ def _rows_within(rows: Sequence[VerifyRow], depth: int) -> int:
     for row in rows[1:]:
         depths.append(depths[row.parent] + 1)
     return sum(1 for level in depths if 1 <= level <= depth)
+
+
+def emitted_tokens(
+    tokens: Sequence[int], verdict: Verdict, proposers: Sequence[str]
+) -> tuple[EmittedToken, ...]:
+    """The committed `tokens` of a verdict; proposers: of those that were accepted."""
+    return tuple(
+        EmittedToken(
+            token,
+            verdict.logprobs[i],
+            verdict.top_logprobs[i] if verdict.top_logprobs else (),
+            proposers[i] if i < len(proposers) else None,
+        )
+        for i, token in enumerate(tokens)
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -81,6 +82,10 @@ class Experience:
         self.acceptances: defaultdict[ClaimKind, Acceptance] = defaultdict(Acceptance)
         self.arbiter = Arbiter()
 
+    def copy(self) -> Experience:
+        """The same knowledge, which learns on its own from here."""
+        return deepcopy(self)
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -116,7 +121,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Nodes for a forward, parents first, and how many rows it shall have, root and fill included."""
+    """Nodes for a forward, parents first. rows: that it shall have, root and fill included."""
 
     nodes: Sequence[Node]
     rows: int
@@ -143,6 +148,10 @@ class Policy(Protocol):
 
     def learn(self, record: StepRecord, elapsed_ms: float) -> None:
         """A round is over; elapsed_ms: since the last one was."""
+
+    @property
+    def reason(self) -> str:
+        """Why this strategy is in force, for people."""
 
 
 def policy_for(schedule: Schedule, experience: Experience, kind: ClaimKind, context: int) -> Policy:
@@ -190,6 +199,11 @@ class FixedPolicy:
     def learn(self, record: StepRecord, elapsed_ms: float) -> None:
         """Nothing."""
 
+    @property
+    def reason(self) -> str:
+        """The sizes."""
+        return f"{self.strategy}, {self._sizes.verify_rows} rows, depth {self._sizes.depth}"
+
 
 @dataclass(slots=True)
 class Pace:
@@ -219,6 +233,7 @@ class RatePolicy:
         self._schedule = schedule
         self._costs, self._acceptance = experience.costs, acceptance
         self._arbiter = experience.arbiter
+        self._context = context
         plain_ms = self._costs.plain.ms(1, context)
         prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * plain_ms)
         self._paces: defaultdict[Active, Pace] = defaultdict(lambda: Pace(*prior))
@@ -309,3 +324,20 @@ class RatePolicy:
             plain_ms = self._costs.plain.ms(1, record.context)
             slowdown = self._costs.slowdown(record.context)
             self._arbiter.learn(record.committed, elapsed_ms, plain_ms, slowdown)
+        if record.drafted:
+            self._arbiter.rows += 0.1 * (record.rows - self._arbiter.rows)
+        self._context = record.context
+
+    @property
+    def reason(self) -> str:
+        """What was measured: the costs against the acceptance when parked, else the gain."""
+        arbiter, costs = self._arbiter, self._costs
+        acceptance = f"acceptance {self._acceptance.first_choice:.2f}"
+        if self.strategy == "plain":
+            rows = max(2, round(arbiter.rows))
+            one_ms, rows_ms = (costs.verifier.ms(n, self._context) for n in (1, rows))
+            return f"parked: {rows} rows cost {rows_ms / one_ms:.1f}x one row, {acceptance}"
+        gain = arbiter.rate * costs.plain.ms(1, self._context)
+        if gain == 0:
+            return f"{self.strategy}: too early to say, {acceptance}"
+        return f"{self.strategy}: {gain:.2f}x plain decoding, {acceptance}"

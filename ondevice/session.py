@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 from ondevice.driver import Driver
 from ondevice.errors import BadRequest, ContextOverflow
-from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Schedule, Strategy
+from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Experience, Schedule, Strategy
 from ondevice.prompt import Message, Prompt, PromptReader
-from ondevice.records import AcceptanceRule, AnswerLimits, EmittedToken, FinishReason, Stop
+from ondevice.records import (
+    AcceptanceRule,
+    AnswerLimits,
+    EmittedToken,
+    FinishReason,
+    StepRecord,
+    Stop,
+)
 from ondevice.sampling import Law, SamplingParams
 from ondevice.statistics import Statistics, Tally
 from ondevice.text import TextStream
@@ -28,10 +36,9 @@ class Options:
     """How to answer.
 
     max_tokens: at least 1; the verifier's context limits it too. stop: strings that end the answer
-    and are not part of it. strategy: changes the speed, never the text;
-    `auto` goes by what it measures. rule: `coupled` gives the
-    same text for the same seed with any strategy; `rejection` the same distribution, in chains.
-    children: proposals per node, None chooses; 1 makes chains.
+    and are not part of it. strategy: changes the speed, never the text; `auto` chooses by what it
+    measures. rule: `coupled` gives the same text for the same seed with any strategy; `rejection`
+    the same distribution, in chains. children: proposals per node, None chooses; 1 makes chains.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -85,11 +92,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is certain, and the tokens just committed; the last piece carries the answer."""
+    """Text that is certain, and the tokens just committed; the last piece carries the answer.
+
+    record: of the round that committed them.
+    """
 
     text: str
     tokens: tuple[EmittedToken, ...]
     answer: Answer | None = None
+    record: StepRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,7 @@ class Session:
         driver: Driver,
         system: str | None = None,
         on_close: Callable[[Session], None] = lambda _: None,
+        on_answer: Callable[[Session], None] = lambda _: None,
     ) -> None:
         """Made by `Engine.session`."""
         self.messages: list[Message] = []
@@ -121,7 +133,7 @@ class Session:
         self._reader = PromptReader(model.tokenizer, model.vocab_size)
         self._driver = driver
         self._system = system
-        self._on_close = on_close
+        self._on_close, self._on_answer = on_close, on_answer
         self._busy = threading.Lock()
         self._cancelled: threading.Event | None = None
         self._latest: threading.Event | None = None
@@ -195,6 +207,11 @@ class Session:
                 cancelled.set()
         self._driver.wake()
 
+    @property
+    def experience(self) -> Experience:
+        """What this session has learned of its units; changes while it answers."""
+        return self._driver.coordinator.experience
+
     def close(self) -> None:
         """Cancel what runs and free both caches."""
         self._driver.close()
@@ -221,15 +238,17 @@ class Session:
         text = TextStream(self._model.tokenizer, self._model.end_tokens, options.stop)
         limits = AnswerLimits(min(options.max_tokens, room), text.feed)
         emitted: list[EmittedToken] = []
+        tally = Tally(options.strategy, len(tokens), time.monotonic_ns())
         stop = Stop("cancelled")
         try:
             with closing(self._driver.answer(tokens, limits, schedule, law, cancelled)) as commands:
                 for command in commands:
+                    tally.take(command, time.monotonic_ns())
                     if isinstance(command, Stop):
                         stop = command
                     else:
                         emitted.extend(command.tokens)
-                        yield Piece(text.take(), command.tokens)
+                        yield Piece(text.take(), command.tokens, record=command.record)
         finally:
             text.finish()
             # An answer that was stopped before its first word leaves the conversation as it was.
@@ -238,7 +257,10 @@ class Session:
         if stop.error is not None:
             raise stop.error
         rest = text.take()
-        yield Piece(rest, (), self._finished(text.text, emitted, stop.reason, reason, law.seed))
+        stats = tally.summary(self._reason(reason, schedule), law.seed)
+        self._on_answer(self)
+        ids = tuple(token.token for token in emitted)
+        yield Piece(rest, (), Answer(text.text, ids, stop.reason, tuple(emitted), stats))
 
     def _schedule(self, options: Options, law: Law) -> tuple[Schedule, str]:
         """The schedule that can be had, and why it is this one."""
@@ -249,39 +271,31 @@ class Session:
             return Schedule("plain"), f"plain: {model.no_drafter}"
         if model.shape == "plain":
             return Schedule("plain"), f"plain: {model.shape_reason}"
-        reason = f"{options.strategy}, as set"
+        notes = [] if options.strategy == "auto" else [f"{options.strategy}, as set"]
         rule, children = options.rule, options.children
         if rule == "rejection" and law.greedy:
             rule = "coupled"  # both take the likeliest token
         if rule == "rejection" and children is not None and children > 1:
             rule = "coupled"
-            reason += f"; coupled, since rejection drafts chains and {children} children were asked"
+            notes.append(
+                f"coupled, since rejection drafts chains and {children} children were asked"
+            )
         if model.shape == "chain":
-            reason += f"; chains: {model.shape_reason}"
+            notes.append(f"chains: {model.shape_reason}")
         chain = rule == "rejection" or model.shape == "chain"
         chosen = 1 if chain else children or DEFAULT_CHILDREN
-        return Schedule(options.strategy, children=chosen, rule=rule), reason
+        return Schedule(options.strategy, children=chosen, rule=rule), "; ".join(notes)
 
-    def _finished(
-        self,
-        text: str,
-        emitted: Sequence[EmittedToken],
-        finish_reason: FinishReason,
-        reason: str,
-        seed: int,
-    ) -> Answer:
-        turn = self._driver.coordinator.turn
-        assert turn is not None
-        error = self._driver.coordinator.drafter_error
-        if error is not None and turn.schedule.speculates:
-            reason += f"; without the drafter since it failed: {error}"
-        return Answer(
-            text=text,
-            token_ids=tuple(token.token for token in emitted),
-            finish_reason=finish_reason,
-            tokens=tuple(emitted),
-            stats=summarise(turn, reason, seed),
-        )
+    def _reason(self, set_reason: str, schedule: Schedule) -> str:
+        """Why the answer was decoded as it was. set_reason: what was known at its start."""
+        coordinator = self._driver.coordinator
+        reasons = [set_reason]
+        if schedule.strategy == "auto":
+            reasons.insert(0, coordinator.reason)
+        error = coordinator.drafter_error
+        if error is not None and schedule.speculates:
+            reasons.append(f"without the drafter since it failed: {error}")
+        return "; ".join(reason for reason in reasons if reason)
 
 
 async def _ended(pumping: asyncio.Future[None]) -> None:

@@ -26,6 +26,7 @@ from ondevice.records import (
     StartDraft,
     StartRun,
     StartVerify,
+    StepRecord,
     Stop,
     Truncate,
     Verdict,
@@ -237,6 +238,7 @@ class World:
         self.law = Law(params, VOCAB, len(prompt))
         self.schedule = schedule
         self.text, self.stop = [], None
+        self.records: list[StepRecord] = []
         self.current.clear()
         limits = AnswerLimits(max_tokens, lambda token: token == END)
         self._take(
@@ -294,8 +296,10 @@ class World:
     def _take(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
-                case Emit(tokens=tokens):
+                case Emit(tokens=tokens, record=record):
                     assert self.stop is None, "text after the end"
+                    assert record.committed == len(record.outcomes) == len(tokens)
+                    self.records.append(record)
                     self.text.extend(token.token for token in tokens)
                 case Stop():
                     assert self.stop is None, "stopped twice"

@@ -10,21 +10,23 @@ from hypothesis import strategies as st
 from scripted import END, SCRIPTS, VOCAB, World, plain_text
 
 from ondevice.errors import UnitFailed
-from ondevice.policy import Schedule
+from ondevice.policy import STRATEGIES, Schedule, Sizes
 from ondevice.records import AcceptanceRule
 from ondevice.sampling import Law, SamplingParams
 
 PROMPTS = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12)
 SEEDS = st.integers(0, 2**31)
-STRATEGIES = st.sampled_from(["plain", "sequential", "pipelined"])
-SCHEDULES = st.builds(
-    Schedule,
-    strategy=STRATEGIES,
-    children=st.just(3),
-    draft_rows=st.integers(1, 8),
+FIXED_STRATEGIES = st.sampled_from(["plain", "sequential", "pipelined"])
+SIZES = st.builds(
+    Sizes,
     verify_rows=st.integers(1, 12),
     depth=st.integers(1, 6),
-    tree_nodes=st.integers(1, 40),
+    draft_rows=st.integers(1, 8),
+)
+CHILDREN = st.integers(1, 4)
+SCHEDULES = st.one_of(
+    st.builds(Schedule, strategy=st.sampled_from(STRATEGIES), children=CHILDREN),
+    st.builds(Schedule, strategy=FIXED_STRATEGIES, children=CHILDREN, sizes=SIZES),
 )
 PARAMS = st.builds(
     SamplingParams,
@@ -102,7 +104,7 @@ def test_a_dead_verifier_ends_the_answer_with_its_error(
 
 
 @settings(max_examples=60, deadline=None)
-@given(SEEDS, PROMPTS, STRATEGIES, st.integers(1, 20))
+@given(SEEDS, PROMPTS, FIXED_STRATEGIES, st.integers(1, 20))
 def test_rejection_ends_where_it_should_and_keeps_the_caches(seed, prompt, strategy, max_tokens):
     rule: AcceptanceRule = "rejection"
     schedule = Schedule(strategy, children=1, rule=rule)
@@ -118,11 +120,11 @@ def test_a_perfect_drafter_saves_rounds():
     params = SamplingParams(seed=3)
     world = World("perfect", seed=1)
     text = world.answer([1, 2], params, Schedule("sequential"), 24)
-    assert len(world.coordinator.turn.rounds) < len(text) / 2
+    assert len(world.records) < len(text) / 2
 
 
 def test_without_a_drafter_there_is_one_run():
     world = World("perfect", seed=1, drafter=False)
     text = world.answer([1, 2, 3], SamplingParams(seed=5), Schedule("pipelined"), 12)
     assert text == expected([1, 2, 3], SamplingParams(seed=5), 12)
-    assert all(r.drafted == 0 for r in world.coordinator.turn.rounds)
+    assert all(r.drafted == 0 for r in world.records)

@@ -27,12 +27,15 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "errors": ({"errors"}, set()),
     "files": ({"artifact", "verifierfolder", "home", "blas", "machine"}, {"errors"}),
     "records": ({"records", "rows", "text", "prompt"}, {"errors"}),
-    "tree": ({"tree", "sampling", "sampling_mlx", "units", "lane"}, {"errors", "records"}),
+    "tree": (
+        {"tree", "sampling", "sampling_mlx", "units", "lane", "proposers"},
+        {"errors", "records"},
+    ),
     "policy": (
-        {"policy", "planning", "acceptance", "costs"},
+        {"policy", "planning", "acceptance", "arbiter", "costs"},
         {"errors", "records", "tree"},
     ),
-    "coordinator": ({"coordinator"}, {"errors", "records", "tree", "policy"}),
+    "coordinator": ({"coordinator", "ledger"}, {"errors", "records", "tree", "policy"}),
     "driver": (
         {
             "benches",
@@ -41,6 +44,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "draftcheck",
             "drafters",
             "driver",
+            "modelled",
             "rotation",
             "simulate",
             "statistics",

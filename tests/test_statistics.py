@@ -1,46 +1,55 @@
-"""Statistics of hand-made turns, and the names that others rely on."""
+"""Statistics of hand-made rounds, and the names that others rely on."""
 
 from __future__ import annotations
 
 import pytest
 
 import ondevice
-from ondevice.coordinator import Turn
-from ondevice.policy import Schedule, acceptances
-from ondevice.records import AnswerLimits, DraftRecord, Proposal, RoundRecord
-from ondevice.statistics import summarise
+from ondevice.records import DraftRecord, Emit, EmittedToken, StepRecord, Stop
+from ondevice.statistics import Tally
 
 MS = 1_000_000
 
 
-def round_record(start_ms: int, drafted: int, accepted: int, committed: int) -> RoundRecord:
+def a_round(
+    start_ms: int, drafted: int, accepted: int, committed: int, *drafts: DraftRecord
+) -> Emit:
     by = ("drafter",) * accepted
-    return RoundRecord(
-        drafted, accepted, committed, start_ms * MS, (start_ms + 10) * MS, 0, False, by
+    record = StepRecord(
+        strategy="pipelined",
+        context=5,
+        rows=drafted + 1,
+        drafted=drafted,
+        accepted=accepted,
+        committed=committed,
+        start_ns=start_ms * MS,
+        end_ns=(start_ms + 10) * MS,
+        waited_ns=0,
+        root_was_known=False,
+        accepted_by=by,
+        drafts=drafts,
     )
+    return Emit((EmittedToken(1, 0.0, (), None),) * committed, record)
 
 
-def turn(*rounds: RoundRecord, drafts: tuple[DraftRecord, ...] = ()) -> Turn:
-    limits = AnswerLimits(100, lambda _: False)
-    made = Turn(Schedule(), True, limits, prompt_tokens=5, started_ns=0, first_token_ns=20 * MS)
-    made.rounds.extend(rounds)
-    made.drafts.extend(drafts)
-    made.count = sum(r.committed for r in rounds)
-    made.ended_ns = 100 * MS
+def a_draft(start_ms: int, end_ms: int, window: int = 0) -> DraftRecord:
+    return DraftRecord(8, 8, 3, start_ms * MS, end_ms * MS, window)
+
+
+def tally(*events: Emit | Stop) -> Tally:
+    made = Tally("pipelined", prompt_tokens=5, asked_ns=0)
+    for event in events:
+        made.take(event, 20 * MS)
     return made
 
 
 def test_figures_follow_from_the_records():
-    stats = summarise(
-        turn(
-            round_record(10, 7, 2, 3),
-            round_record(30, 7, 0, 1),
-            round_record(60, 0, 0, 1),
-            drafts=(DraftRecord(8, 3, 0, 25 * MS, 0), DraftRecord(8, 3, 30 * MS, 55 * MS, 12)),
-        ),
-        "because",
-        seed=9,
-    )
+    stats = tally(
+        a_round(10, 7, 2, 3),
+        a_round(30, 7, 0, 1, a_draft(0, 25)),
+        a_round(60, 0, 0, 1),
+        Stop("length", drafts=(a_draft(30, 55, window=12), a_draft(65, 99))),
+    ).summary("because", seed=9)
     assert stats.completion_tokens == 5
     assert stats.num_spec_steps == 2
     assert stats.num_draft_tokens == 14
@@ -49,22 +58,22 @@ def test_figures_follow_from_the_records():
     assert stats.draft_acceptance_rate == pytest.approx(2 / 14)
     assert stats.ttft_ms == pytest.approx(20)
     assert stats.decode_tok_s == pytest.approx(2 / 0.050)
-    assert stats.verifier_busy == pytest.approx(30 / 90)
-    assert stats.drafter_busy == pytest.approx((15 + 25) / 90)
+    assert stats.verifier_busy == pytest.approx(30 / 60)
+    assert stats.drafter_busy == pytest.approx((15 + 25 + 5) / 60)
     assert stats.drafter_window == 12
     assert stats.energy_mj is None
     assert stats.energy_reason
 
 
 def test_what_was_not_measured_is_none():
-    stats = summarise(turn(round_record(10, 0, 0, 1)), "because", seed=0)
+    stats = tally(a_round(10, 0, 0, 1)).summary("because", seed=0)
     assert stats.mean_acceptance_length is None
     assert stats.draft_acceptance_rate is None
     assert stats.decode_tok_s is None
 
 
 def test_the_contracts_names_are_all_there():
-    names = set(summarise(turn(), "because", seed=0).as_json())
+    names = set(tally().summary("because", seed=0).as_json())
     assert names >= {
         "strategy", "reason", "prompt_tokens", "completion_tokens", "ttft_ms", "decode_tok_s",
         "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
@@ -79,19 +88,3 @@ def test_every_public_name_can_be_imported():
         assert getattr(ondevice, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         ondevice.no_such_name  # noqa: B018
-
-
-def children(*gaps: float) -> list[Proposal]:
-    return [Proposal(0, token, -0.5 - token, token, gap, "test") for token, gap in enumerate(gaps)]
-
-
-def test_chances_of_siblings_never_exceed_one_and_fall_with_rank():
-    for greedy in (True, False):
-        chances = acceptances(children(1.5, 0.3, 2.0, float("inf")), greedy)
-        assert sum(chances) <= 1
-        assert chances == sorted(chances, reverse=True)
-
-
-def test_a_clear_lead_is_a_high_chance():
-    assert acceptances(children(6.0), greedy=False)[0] > 0.99
-    assert acceptances(children(0.0), greedy=False)[0] == pytest.approx(0.5)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ondevice.records import Proposal
+from ondevice.records import Outcome, Proposal
 from ondevice.tree import SpeculationTree
 
 
@@ -37,14 +37,16 @@ def grown(seed: int, count: int) -> tuple[SpeculationTree, dict[int, float]]:
 @given(st.integers(0, 2**31), st.integers(0, 60))
 def test_likeliest_is_sorted_and_every_prefix_is_connected(seed, count):
     tree, probability = grown(seed, count)
+    root, *rest = tree.likeliest()
+    assert root.id == tree.root
     seen = {tree.root}
     last = 1.0
-    for node, path_probability, depth in tree.likeliest():
+    for node in rest:
         assert node.parent in seen
-        assert path_probability == pytest.approx(probability[node.id])
-        assert path_probability <= last
-        assert depth == len(tree.path(node.id))
-        last = path_probability
+        assert node.reach == pytest.approx(probability[node.id])
+        assert node.reach <= last
+        assert node.depth - root.depth == len(tree.path(node.id))
+        last = node.reach
         seen.add(node.id)
     assert seen == tree.ids() == set(probability)
 
@@ -89,9 +91,9 @@ def test_the_same_token_twice_is_one_node_with_the_better_chance():
     tree = SpeculationTree()
     first = tree.add(proposal(tree.root, 1), 0.2)
     assert tree.add(proposal(tree.root, 1), 0.6) == first
-    assert tree[first].acceptance == 0.6
+    assert tree[first].chance == 0.6
     assert tree.add(proposal(tree.root, 1), 0.1) == first
-    assert tree[first].acceptance == 0.6
+    assert tree[first].chance == 0.6
 
 
 def test_ids_are_never_reused():
@@ -105,8 +107,28 @@ def test_ids_are_never_reused():
         seen.add(fresh)
 
 
-def test_unexpanded_lists_the_likeliest_nodes_without_children_from_the_drafter():
-    tree, _ = grown(seed=5, count=40)
-    tree[tree.root].expansion = "done"
-    wanted = [node.id for node, p, depth in tree.likeliest() if p > 0.05 and depth < 3]
-    assert tree.unexpanded(lambda p, depth: p > 0.05 and depth < 3, 4) == wanted[:4]
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 60))
+def test_reach_is_the_product_of_chances_after_anything_that_happens(seed, count):
+    tree, _ = grown(seed, count)
+    rng = random.Random(seed)
+    for _ in range(4):
+        node = tree[rng.choice(sorted(tree.ids()))]
+        if node.id != tree.root:
+            tree.add(proposal(node.parent, node.token), rng.random())
+        tree.commit([rng.randrange(5)])
+        for kept in tree.ids():
+            product = 1.0
+            for entry in tree.path(kept):
+                product *= tree[entry.node].chance
+            assert tree[kept].reach == pytest.approx(product)
+
+
+def test_a_commit_says_what_became_of_the_drafters_children():
+    tree = SpeculationTree()
+    root = tree[tree.root]
+    root.offered, root.claims = (7, 8, 9), (0.5, 0.2, 0.1)
+    tree.add(proposal(tree.root, 7), 0.5)
+    known = tree.commit([8, 1])
+    assert known.outcomes == (Outcome((0.5, 0.2, 0.1), 1), Outcome((), -1))
+    assert known.known == 0  # token 8 was offered, but not worth a node
