@@ -314,6 +314,8 @@ def test_a_slow_machine_is_measured_as_far_as_time_allows(bed, pace: int) -> Non
         if point.rows > 1:
             assert point.alone_ms == near(pace * forward_ms(point.rows, point.context))
             assert point.beside_ms >= point.alone_ms
+    assert found.table.drafter
+    assert bool(found.trouble) == (pace == 400)
     CostModel(found.table).verifier.ms(16, 2000, 1.0)
 
 
