@@ -159,7 +159,7 @@ def _lines(outcome: Outcome) -> list[str]:
         f"{texts} answers of up to {outcome.max_tokens} tokens by each, in turn; medians over "
         "prompts (quartiles)",
         *outcome.placement,
-        *(f"left out: {side}: {why}" for side, why in outcome.left_out.items()),
+        *_left_out_lines(outcome.left_out),
     ]
     for standing in outcome.standings:
         lines += _reason_lines(standing)
@@ -174,6 +174,14 @@ def _lines(outcome: Outcome) -> list[str]:
         else f"FAILED: a text is not {base.side}'s"
     )
     return lines
+
+
+def _left_out_lines(left_out: dict[str, str]) -> list[str]:
+    """One a reason, with all sides that it holds for."""
+    sides: dict[str, list[str]] = {}
+    for side, why in left_out.items():
+        sides.setdefault(why, []).append(side)
+    return [f"left out: {', '.join(names)}: {why}" for why, names in sides.items()]
 
 
 def _reason_lines(standing: Standing) -> list[str]:

@@ -23,9 +23,16 @@ def counting(command: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: _count_line(command, next(answers), total)
         return
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    # Drawn between the answers alone: a thread that draws would take time from what is measured.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("answers", total=total)
-        yield lambda: progress.advance(task)
+        progress.refresh()
+
+        def count() -> None:
+            progress.advance(task)
+            progress.refresh()
+
+        yield count
 
 
 def _count_line(command: str, done: int, total: int) -> None:

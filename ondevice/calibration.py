@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from ondevice.benches import DrafterBench, VerifierBench
 from ondevice.costs import ASSUMED, CostPoint, CostTable
-from ondevice.errors import OnDeviceError
 from ondevice.units import DrafterUnit, TreeShape, VerifierUnit
 from ondevice.worker import UnitWorker
 
@@ -74,7 +73,7 @@ class _Point(NamedTuple):
     context: int
 
 
-class DrafterTrouble(OnDeviceError):
+class _DrafterTrouble(Exception):
     """The drafter failed while it was measured."""
 
 
@@ -185,7 +184,8 @@ class _Calibrator:
             if self._drafter is not None:
                 self._drafter.close()
         self._progress(1, 1)
-        return Calibration(self._table(), self._elapsed_s, self._spread(), self._trouble)
+        table = self._table()
+        return Calibration(table, self._elapsed_s, self._spread(), self._trouble)
 
     @property
     def _elapsed_s(self) -> float:
@@ -225,7 +225,7 @@ class _Calibrator:
         """Do `part`; a drafter that fails in it is not asked again."""
         try:
             part()
-        except DrafterTrouble as error:
+        except _DrafterTrouble as error:
             self._trouble = str(error)
             assert self._drafter is not None
             self._drafter.close()
@@ -264,7 +264,7 @@ class _Calibrator:
         for point in points:
             self._progress(int(1e3 * min(self._elapsed_s, BUDGET_S)), int(1e3 * BUDGET_S))
             key = (point, beside)
-            needed = point.kind == "plain" and not (self._warm_up or self._samples)
+            needed = point.kind == "plain" and not self._measured("plain")
             if self._late and not needed:
                 continue
             before_s = self._elapsed_s
@@ -311,16 +311,18 @@ class _Calibrator:
         # Without speculation no forward of several rows will ever be asked for.
         verifier = measured["verifier"] or measured["plain"]
         table = CostTable(verifier, measured["plain"], measured["drafter"])
-        if self._trouble and not table.drafter:
+        if self._speculates and not table.drafter:
+            self._trouble = self._trouble or "there was no time to measure the drafter"
             table = replace(table, drafter=_assumed_drafter(verifier[0]))
         return table
 
+    def _measured(self, kind: str) -> list[_Point]:
+        """Points of which an undisturbed figure is known, perhaps from the warm-up."""
+        known = dict.fromkeys([*self._warm_up, *self._samples])
+        return sorted(point for point, beside in known if point.kind == kind and not beside)
+
     def _cost_points(self, kind: str) -> tuple[CostPoint, ...]:
-        alone = {
-            point: self._figure_ms(point)
-            for point, beside in dict.fromkeys([*self._warm_up, *self._samples])
-            if point.kind == kind and not beside
-        }
+        alone = {point: self._figure_ms(point) for point in self._measured(kind)}
         slower = {  # what seems faster beside the other was disturbed alone
             point: max(1.0, median_low(self._samples[point, True]) / alone[point])
             for point in alone
@@ -329,7 +331,7 @@ class _Calibrator:
         typical = median(slower.values()) if slower else 1.0
         return tuple(
             CostPoint(point.rows, point.context, ms, ms * slower.get(point, typical))
-            for point, ms in sorted(alone.items())
+            for point, ms in alone.items()
         )
 
     def _figure_ms(self, point: _Point) -> float:
@@ -350,4 +352,4 @@ def _of_drafter(step: Callable[[], float]) -> float:
     try:
         return step()
     except Exception as error:
-        raise DrafterTrouble(f"the drafter could not be measured: {error}") from error
+        raise _DrafterTrouble(f"the drafter could not be measured: {error}") from error

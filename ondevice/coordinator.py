@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ondevice.acceptance import ClaimKind, claims
-from ondevice.errors import UnitFailed
+from ondevice.errors import UnitFailed, UnitLost
 from ondevice.lane import Lane
 from ondevice.ledger import Ledger, emitted_tokens
 from ondevice.policy import LEAST_REACH, Experience, Policy, Schedule, View, policy_for
@@ -121,7 +121,7 @@ class Coordinator:
         if lane.runs(step):
             if not lane.stale and length != self._prompt_tokens - 1:
                 held = f"expected {self._prompt_tokens - 1} tokens after its prefill, got {length}"
-                return self.on_failure(now_ns, unit, UnitFailed(f"the {unit}'s cache: {held}"))
+                return self.on_failure(now_ns, unit, UnitLost(f"the {unit}'s cache: {held}"))
             lane.loaded(now_ns, length)
         return self._proceed(now_ns)
 
@@ -152,11 +152,22 @@ class Coordinator:
         return self._proceed(now_ns)
 
     def on_failure(self, now_ns: int, unit: UnitName, error: BaseException) -> list[Command]:
-        """A unit raised or was lost. An answer can go on without a drafter only."""
-        self._lane(unit).lose()
+        """A unit raised or was lost. An answer can go on without a drafter only.
+
+        A verifier that raised UnitFailed, and not UnitLost, has its caches as they were: its answer
+        ends with the error, and the session can have others.
+        """
+        lane = self._lane(unit)
         if unit == "drafter":
+            lane.lose()
             self.drafter_error = error
+        elif isinstance(error, UnitFailed) and not isinstance(error, UnitLost):
+            stale = lane.stale
+            lane.rest(now_ns)
+            if not stale and self.phase in ("prefill", "answering"):
+                self._end(now_ns, "error", error)
         else:
+            lane.lose()
             if self.phase in ("prefill", "answering"):
                 self._end(now_ns, "error", error)
             self.phase = "failed"

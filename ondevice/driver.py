@@ -16,7 +16,7 @@ from typing import Any
 from ondevice.coordinator import Coordinator
 from ondevice.draftcheck import check_result
 from ondevice.drafters import Drafters
-from ondevice.errors import Closed, OnDeviceError, UnitLost
+from ondevice.errors import Closed, OnDeviceError, UnitFailed, UnitLost
 from ondevice.policy import Experience, Schedule
 from ondevice.records import (
     AnswerLimits,
@@ -255,7 +255,16 @@ class Driver:
 
     def _truncate_job(self, command: Truncate) -> Callable[[Any], None]:
         _, session = self._lent(command.unit)
-        return lambda unit: unit.truncate(session, command.length)
+
+        def job(unit: VerifierUnit | DrafterUnit) -> None:
+            try:
+                unit.truncate(session, command.length)
+            except UnitFailed as error:
+                if command.unit == "drafter":
+                    raise
+                raise UnitLost(f"{error}; its cache is not what the session takes it for") from None
+
+        return job
 
     def _submit(self, name: UnitName, work: Callable[[Any], Any], *, timed: bool = False) -> None:
         """Give the worker of `name` its job; that it fails, or comes too late, becomes an event."""

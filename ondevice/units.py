@@ -74,7 +74,9 @@ class VerifierUnit(Protocol):
     """The model whose text it is.
 
     shape: which rows a forward may hold (a tree, a chain, or the root alone); shape_reason says
-    why it is not a tree. context: in tokens.
+    why it is not a tree. context: in tokens. A method that raises UnitFailed has refused one
+    request: the session's cache holds at least what it held before, and at most that and what the
+    request appended to it in order; all sessions can go on. Whatever else it raises ends the unit.
     """
 
     vocab_size: int

@@ -11,9 +11,12 @@ import pytest
 import tiny
 
 from ondevice import blas
+from ondevice.calibration import Calibration
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.pair import write_pair
 from ondevice.converters.verifier import write_verifier
+from ondevice.costs import ASSUMED
+from ondevice.coststore import CostRecord, identity_of, record_path
 from ondevice.engine import Engine
 from ondevice.home import HOME_VARIABLE, home_folder
 from ondevice.models.pairs import DrafterRecipe
@@ -60,11 +63,19 @@ def tiny_verifier_folder(
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a pair: the tiny verifier in float32 and a drafter of its first layer."""
+def tiny_pair(
+    tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory, home: Path
+) -> Path:
+    """Folder of a pair: the tiny verifier in float32 and a drafter of its first layer.
+
+    Its costs count as measured, so that opening it is quick and says nothing.
+    """
     folder = tmp_path_factory.mktemp("tiny-pair") / "pair"
     recipe = DrafterRecipe(layers=(0,), row_counts=(1, 8), context_sizes=(64, 256))
     write_pair(tiny_checkpoint, folder, name="tiny", drafter=recipe, quiet=True)
+    identity = identity_of(folder, "emulator-fp32")
+    assumed = Calibration(ASSUMED, took_s=0.0, spread=0.0)
+    CostRecord.of(identity, assumed).write(record_path(identity))
     return folder
 
 

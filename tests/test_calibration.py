@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -127,9 +128,8 @@ class VirtualDrafter:
         if self.steps_left is not None:
             self.steps_left -= 1
         self.known -= set(request.dropped)
-        nodes = {row.node for row in request.rows}
-        assert not nodes & self.known, "a node is expanded once"
-        self.known = nodes - {0}
+        assert not self.known, "nodes that nobody needs are not kept"
+        self.known = {row.node for row in request.rows} - {0}
         slower = DRAFTER_SLOWDOWN if self.world.load == "verifier" else 1.0
         rows = len(request.rows)
         return DraftResult(0, (), *self.world.step("drafter", rows, (5 + rows / 4) * slower))
@@ -217,6 +217,7 @@ def test_the_first_call_of_a_shape_does_not_count(bed) -> None:
 
     each.world.disturb = compiles
     found = each.calibrate()
+    assert found.spread == near(0)
     assert found.table.verifier[0].alone_ms == near(forward_ms(1, 128))
     assert found.table.drafter[0].alone_ms == near(5.25)
 
@@ -264,7 +265,7 @@ def test_trees_have_branches_and_a_verifier_of_chains_gets_chains(bed) -> None:
     assert {len(parents) for parents in chains.verifier.parents} == set(ROW_COUNTS)
 
 
-@pytest.mark.parametrize("rows", range(1, 13))
+@pytest.mark.parametrize("rows", range(1, 17))
 def test_the_tree_has_the_likeliest_nodes(rows: int) -> None:
     """Against all nodes down to the sixth level, sorted."""
     shares = (0.5, 0.225, 0.12375, 0.0680625)
@@ -313,6 +314,8 @@ def test_a_slow_machine_is_measured_as_far_as_time_allows(bed, pace: int) -> Non
         if point.rows > 1:
             assert point.alone_ms == near(pace * forward_ms(point.rows, point.context))
             assert point.beside_ms >= point.alone_ms
+    assert found.table.drafter
+    assert bool(found.trouble) == (pace == 400)
     CostModel(found.table).verifier.ms(16, 2000, 1.0)
 
 
@@ -329,7 +332,7 @@ def test_progress_never_goes_back_and_ends_full(bed) -> None:
     assert seen[-1] == 1
 
 
-@pytest.mark.parametrize("steps", [0, 1, 5, 12, 20])
+@pytest.mark.parametrize("steps", [0, 1, 5, 12, 20, 30])
 def test_a_drafter_that_fails_costs_its_own_figures_only(bed, steps: int) -> None:
     each = bed()
     each.drafter.steps_left = steps
@@ -361,15 +364,16 @@ def test_work_goes_on_all_through_the_block_and_not_after_it() -> None:
 
     def step() -> None:
         nonlocal done
+        time.sleep(0.002)
         done = next(count)
         steps.release()
 
     with at_work(step):
         assert done >= 1, "the block began before the work"
-        for _ in range(100):
+        for _ in range(20):
             assert steps.acquire(timeout=10)
     after = done
-    assert after >= 100
+    assert after >= 20
     assert threading.active_count() == len(threading.enumerate())
     assert not any(thread.name == "ondevice-load" for thread in threading.enumerate())
     assert done == after

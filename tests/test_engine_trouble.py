@@ -323,8 +323,12 @@ class Nothing:
 def test_a_constraint_that_allows_nothing_is_an_error_under_either_rule(engine, strategy, rule):
     sampling = SamplingParams(temperature=1.0, seed=1, constraint=Nothing())
     options = Options(sampling, 8, strategy=strategy, rule=rule)
-    with engine.session() as session, pytest.raises(UnitFailed, match="allows no token"):
-        session.generate(PROMPT, options)
+    right = engine.generate(PROMPT, SHORT).token_ids
+    with engine.session() as session:
+        for _ in range(2):
+            with pytest.raises(UnitFailed, match="allows no token"):
+                session.generate(PROMPT, options)
+            assert session.generate(PROMPT, SHORT).token_ids == right, "the caches are as they were"
 
 
 def test_a_damaged_generation_config_is_named(tiny_pair, tmp_path):
