@@ -14,7 +14,7 @@ from typing import Literal
 
 from ondevice.acceptance import ClaimKind, claims
 from ondevice.errors import UnitFailed, UnitLost
-from ondevice.lane import Lane
+from ondevice.lane import Lane, common_prefix
 from ondevice.ledger import Ledger, emitted_tokens
 from ondevice.policy import LEAST_REACH, Experience, Policy, Schedule, View, policy_for
 from ondevice.proposers import HostProposer
@@ -105,7 +105,7 @@ class Coordinator:
         self._policy = policy_for(schedule, self.experience, kind, len(tokens))
         self._ledger, self._draft_steps = Ledger(self.experience.costs), 0
         self.turn = Turn(schedule, greedy, limits, len(tokens), now_ns)
-        common = _common_prefix(self.committed, tokens)
+        common = common_prefix(self.committed, tokens)
         self.committed = list(tokens)
         root = self.tree.reset(tokens[-1])
         self._untold, self._dropped = [NodeToken(root.id, root.token)], []
@@ -398,8 +398,3 @@ NOWHERE = -1
 """A node id that no tree ever holds."""
 LEAST_LEFT = 0.1
 """A drafter step that is overdue is expected to take this part of its usual time yet."""
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -93,3 +93,9 @@ class Lane:
             self.out.append(rollback)
         else:
             self.send(rollback)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
