@@ -122,7 +122,7 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
         table.add_row(*_cells(standing, outcome.base))
     console.print(table)
     for line in _lines(outcome):
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=not console.is_terminal)
 
 
 def _cells(standing: Standing, base: Standing) -> Sequence[str]:
@@ -156,8 +156,8 @@ def spread_cell(spread: Spread | None, form: str) -> str:
 def _lines(outcome: Outcome) -> list[str]:
     base, texts = outcome.base, len(outcome.base.runs)
     lines = [
-        f"{texts} answers of up to {outcome.max_tokens} tokens by each, in turn; medians over "
-        "prompts (quartiles)",
+        f"{texts} answers each of up to {outcome.max_tokens} tokens, in turn; "
+        "medians over prompts (quartiles)",
         *outcome.placement,
         *_left_out_lines(outcome.left_out),
     ]

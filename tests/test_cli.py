@@ -165,7 +165,7 @@ def test_no_command_shows_the_commands(run: Run) -> None:
     status, out, _ = run()
     assert status == 0
     commands = [line.split()[0] for line in out.partition("Commands:")[2].splitlines() if line]
-    assert commands == ["chat", "check", "bench", "inspect"]
+    assert commands == ["chat", "check", "bench", "inspect", "doctor"]
 
 
 def test_version(run: Run) -> None:
