@@ -8,6 +8,7 @@ claimed.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,6 +20,8 @@ the lead of the perturbed score; under `rejection` nothing that depends on the s
 
 RANKS = 4
 """Children of a rank this high or higher are counted together."""
+MOST_CHILDREN = 16
+"""Of one node."""
 BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 """Claims between two edges are corrected together."""
 TRUST = 8.0
@@ -61,9 +64,9 @@ class _Bin:
     def __init__(self) -> None:
         self.claimed = self.accepted = 0.0
 
-    def factor(self, claim: float) -> float:
+    def corrected(self, claim: float) -> float:
         prior = TRUST * claim + LEAST_CLAIMED
-        return (self.accepted + prior) / (self.claimed + prior)
+        return claim * (self.accepted + prior) / (self.claimed + prior)
 
     def learn(self, claim: float, accepted: bool) -> None:
         fade = 1 - 1 / MEMORY
@@ -76,6 +79,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._bins = [[_Bin() for _ in range(len(BIN_EDGES) + 1)] for _ in range(RANKS)]
+        self._bins_by_rank = [*self._bins, *self._bins[-1:] * (MOST_CHILDREN - RANKS)]
         share = FIRST_CHOICE
         self._by_rank: list[float] = []
         for _ in range(RANKS):
@@ -100,8 +104,8 @@ class Acceptance:
     def chances(self, claimed: Sequence[float]) -> list[float]:
         """The claims of one node's children in rank order, corrected; at most 1 together."""
         corrected = [
-            claim * self._bins[min(rank, RANKS - 1)][_bin_of(claim)].factor(claim)
-            for rank, claim in enumerate(claimed)
+            bins[bisect_right(BIN_EDGES, claim)].corrected(claim)
+            for bins, claim in zip(self._bins_by_rank, claimed, strict=False)
         ]
         total = sum(corrected)
         return [chance / total for chance in corrected] if total > 1 else corrected
@@ -114,13 +118,6 @@ class Acceptance:
         weight = 1 / min(self._seen + TRUST, MEMORY)
         for rank, claim in enumerate(outcome.claims):
             hit = rank == outcome.taken
-            self._bins[min(rank, RANKS - 1)][_bin_of(claim)].learn(claim, hit)
+            self._bins[min(rank, RANKS - 1)][bisect_right(BIN_EDGES, claim)].learn(claim, hit)
             if rank < RANKS:
                 self._by_rank[rank] += weight * (hit - self._by_rank[rank])
-
-
-def _bin_of(claim: float) -> int:
-    for index, edge in enumerate(BIN_EDGES):
-        if claim < edge:
-            return index
-    return len(BIN_EDGES)

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from ondevice.acceptance import ClaimKind, claims
@@ -19,7 +20,6 @@ from ondevice.ledger import Ledger, emitted_tokens
 from ondevice.policy import LEAST_REACH, Experience, Policy, Schedule, View, policy_for
 from ondevice.proposers import HostProposer
 from ondevice.records import (
-    ROOT_ROW,
     AnswerLimits,
     Command,
     DraftResult,
@@ -34,9 +34,8 @@ from ondevice.records import (
     Stop,
     UnitName,
     Verdict,
-    VerifyRow,
 )
-from ondevice.tree import Node, SpeculationTree
+from ondevice.tree import NOWHERE, Node, SpeculationTree
 
 Phase = Literal["idle", "prefill", "answering", "failed"]
 
@@ -97,9 +96,9 @@ class Coordinator:
 
         Raises UnitFailed when the verifier is lost, RuntimeError while an answer is under way.
         """
-        if self.phase == "failed":
-            raise UnitFailed("the verifier failed earlier; open a new session")
         if self.phase != "idle":
+            if self.phase == "failed":
+                raise UnitFailed("the verifier failed earlier; open a new session")
             raise RuntimeError("an answer is under way")
         kind = schedule.claim_kind(greedy)
         self._policy = policy_for(schedule, self.experience, kind, len(tokens))
@@ -245,12 +244,7 @@ class Coordinator:
         if view.expanding is not None and self._policy.shall_wait(view):
             return
         selection = self._policy.to_verify(view)
-        rows = self._rows([node.id for node in selection.nodes])
-        # Fill hangs below the last row, so that a chain stays one.
-        fill = tuple(
-            VerifyRow(NOWHERE, rows[-1].token, index - 1)
-            for index in range(len(rows), selection.rows)
-        )
+        rows, fill = self.tree.rows(selection.nodes, selection.rows)
         self._draft_steps = 0
         assert self.turn is not None
         rule = self.turn.schedule.rule
@@ -285,16 +279,6 @@ class Coordinator:
             steps=self._draft_steps,
         )
 
-    def _rows(self, nodes: Sequence[int]) -> tuple[VerifyRow, ...]:
-        root = self.tree.root
-        index = {root: 0}
-        rows = [VerifyRow(root, self.tree[root].token, ROOT_ROW)]
-        for node in nodes:
-            at = self.tree[node]
-            index[node] = len(rows)
-            rows.append(VerifyRow(node, at.token, index[at.parent], at.q))
-        return tuple(rows)
-
     def _grow(self, result: DraftResult, rows: Sequence[DraftRow]) -> None:
         assert self.turn is not None
         before = len(self.tree)
@@ -314,13 +298,14 @@ class Coordinator:
     def _add_children(self, parent: Node, children: list[Proposal], kind: ClaimKind) -> None:
         if kind == "sampled" and parent.children:
             return
-        children.sort(key=lambda child: child.rank)
+        children.sort(key=attrgetter("rank"))
         parent.claims = tuple(claims(children, kind))
-        parent.offered = tuple(child.token for child in children)
+        parent.offered = tuple([child.token for child in children])
         chances = self.experience.acceptances[kind].chances(parent.claims)
+        # Under rejection a token must not decide whether it is tested: that would bias the text.
+        least = 0.0 if kind == "sampled" else LEAST_REACH / max(parent.reach, LEAST_REACH)
         for child, chance in zip(children, chances, strict=True):
-            # Under rejection a token must not decide whether it is tested: that biases the text.
-            if kind == "sampled" or parent.reach * chance >= LEAST_REACH:
+            if chance >= least:
                 self.tree.add(child, chance)
 
     def _propose_on_host(self) -> None:
@@ -394,7 +379,5 @@ class Coordinator:
         self._out.append(Stop(reason, error, self._ledger.left_over()))
 
 
-NOWHERE = -1
-"""A node id that no tree ever holds."""
 LEAST_LEFT = 0.1
 """A drafter step that is overdue is expected to take this part of its usual time yet."""

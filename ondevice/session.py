@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
+from ondevice.acceptance import MOST_CHILDREN
 from ondevice.driver import Driver
 from ondevice.errors import BadRequest, ContextOverflow
 from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Experience, Schedule, Strategy
@@ -62,7 +63,7 @@ class Options:
         if self.rule not in ("coupled", "rejection"):
             raise BadRequest(f"rule must be coupled or rejection, got {self.rule!r}")
         if self.children is not None:
-            _require_count("children", self.children, 16)
+            _require_count("children", self.children, MOST_CHILDREN)
         if not isinstance(self.stop, str | list | tuple):
             raise BadRequest(f"stop must be text or a tuple of texts, got {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

@@ -10,8 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ondevice.records import FloatArray, NodeToken, Outcome, Proposal
+from ondevice.records import (
+    ROOT_ROW,
+    FloatArray,
+    NodeToken,
+    Outcome,
+    Proposal,
+    VerifyRow,
+)
 
+NOWHERE = -1
+"""A node id that no tree ever holds."""
 Expansion = Literal["none", "running", "done"]
 
 
@@ -22,6 +31,7 @@ class Node:
     depth: that of its position in the session's text; only differences mean something. expansion:
     whether the drafter has its children. offered: the tokens that the drafter gave as children,
     by rank, also those that were not worth a node; claims: the chances that it claimed for them.
+    trail: this node and those above it, down from below some earlier root.
     """
 
     id: int
@@ -31,6 +41,7 @@ class Node:
     chance: float
     reach: float
     proposer: str | None
+    trail: tuple[NodeToken, ...] = ()
     q: FloatArray | None = None
     expansion: Expansion = "none"
     offered: tuple[int, ...] = ()
@@ -76,15 +87,16 @@ class SpeculationTree:
         return set(self._nodes)
 
     def _new(self, token: int, parent: Node | None, chance: float, proposer: str | None) -> Node:
-        node = Node(
-            id=self._next_id,
-            token=token,
-            parent=-1 if parent is None else parent.id,
-            depth=0 if parent is None else parent.depth + 1,
-            chance=chance,
-            reach=chance if parent is None else parent.reach * chance,
-            proposer=proposer,
-        )
+        if parent is None:
+            node = Node(self._next_id, token, -1, 0, chance, chance, proposer)
+        else:
+            levels = parent.depth - self._nodes[self.root].depth
+            above = parent.trail[-levels:] if levels else ()
+            trail = (*above, NodeToken(self._next_id, token))
+            reach = parent.reach * chance
+            node = Node(
+                self._next_id, token, parent.id, parent.depth + 1, chance, reach, proposer, trail
+            )
         self._next_id += 1
         self._nodes[node.id] = node
         self._sorted = None
@@ -129,12 +141,9 @@ class SpeculationTree:
 
     def path(self, node: int) -> tuple[NodeToken, ...]:
         """The nodes from below the root down to `node`; empty for the root."""
-        path: list[NodeToken] = []
-        while node != self.root:
-            at = self._nodes[node]
-            path.append(NodeToken(at.id, at.token))
-            node = at.parent
-        return tuple(reversed(path))
+        at = self._nodes[node]
+        levels = at.depth - self._nodes[self.root].depth
+        return at.trail[-levels:] if levels else ()
 
     def commit(self, tokens: Sequence[int]) -> Rerooted:
         """Make the last of `tokens`, read down from the root, the new root.
@@ -186,6 +195,23 @@ class SpeculationTree:
         if self._sorted is None:
             self._sorted = sorted(self._nodes.values(), key=_falling_reach)
         return self._sorted
+
+    def rows(
+        self, nodes: Sequence[Node], count: int
+    ) -> tuple[tuple[VerifyRow, ...], tuple[VerifyRow, ...]]:
+        """The root and `nodes`, parents first, as rows, and what fills them up to `count`.
+
+        Fill hangs below the last row, so that a chain stays one.
+        """
+        root = self._nodes[self.root]
+        index = {root.id: 0}
+        rows = [VerifyRow(root.id, root.token, ROOT_ROW)]
+        for node in nodes:
+            index[node.id] = len(rows)
+            rows.append(VerifyRow(node.id, node.token, index[node.parent], node.q))
+        token = rows[-1].token
+        fill = tuple([VerifyRow(NOWHERE, token, at - 1) for at in range(len(rows), count)])
+        return tuple(rows), fill
 
 
 def _falling_reach(node: Node) -> tuple[float, int]:
