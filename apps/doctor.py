@@ -164,8 +164,9 @@ def pair_lines(found: Examination) -> list[str]:
             "was measured once" if record.spread is None else f"differed by {record.spread:.0%}"
         )
         lines.append(
-            f"The typical figure {differed}: the machine was busy or is slow. `ondevice doctor "
-            "--calibrate` measures again."
+            f"The typical figure {differed}: the machine was busy or is slow. Cliffs, where some "
+            "rows cost more than more rows do, are left out. `ondevice doctor --calibrate` "
+            "measures again."
         )
     if record.trouble:
         lines.append(

@@ -44,6 +44,8 @@ LIMIT_S = 24.0
 LEAST_PASSES, MOST_PASSES = 2, 5
 AGREED = 0.05
 """Passes are enough when the typical figure's spread is this part of it."""
+LARGE_SPREAD = 0.2
+"""Above it a calibration says as much about what else ran as about the pair."""
 NEIGHBOURS = 3
 """Points that are measured alone and then at once beside: other programs come and go in seconds."""
 
@@ -56,13 +58,20 @@ class Calibration:
     """What was measured.
 
     spread: largest less smallest figure of the same step, as a part of it; of the typical step;
-    None when each was measured once. trouble: why a part of it is assumed, "" if none is.
+    None when each was measured once. trouble: why a part of it is assumed, "" if none is. The table
+    has cliffs (rows that cost more than more rows do) and slow-downs of single steps only when it
+    is sure; else they are as likely to come from other programs.
     """
 
     table: CostTable
     took_s: float
     spread: float | None = None
     trouble: str = ""
+
+
+def is_sure(spread: float | None) -> bool:
+    """Whether passes that differed by `spread` agreed well enough: the machine was quiet."""
+    return spread is not None and spread <= LARGE_SPREAD
 
 
 class _Point(NamedTuple):
@@ -148,6 +157,19 @@ def tree_parents(rows: int, shape: TreeShape) -> list[int]:
     return parents
 
 
+def without_cliffs(costs_ms: Sequence[float]) -> list[float]:
+    """The closest costs that never fall: isotonic regression (Barlow et al. 1972, section 1.2)."""
+    blocks: list[tuple[float, int]] = []
+    for cost_ms in costs_ms:
+        mean_ms, count = cost_ms, 1
+        while blocks and blocks[-1][0] > mean_ms:
+            before_ms, before = blocks.pop()
+            mean_ms = (mean_ms * count + before_ms * before) / (count + before)
+            count += before
+        blocks.append((mean_ms, count))
+    return [mean_ms for mean_ms, count in blocks for _ in range(count)]
+
+
 class _Calibrator:
     """One calibration at work."""
 
@@ -222,7 +244,7 @@ class _Calibrator:
                 return
 
     def _guarded(self, part: Callable[[], None]) -> None:
-        """Do `part`; a drafter that fails in it is not asked again."""
+        """Do `part`; when the drafter fails in it, do it again without."""
         try:
             part()
         except _DrafterTrouble as error:
@@ -232,6 +254,7 @@ class _Calibrator:
             self._drafter = None
             for key in [key for key in self._samples if key[1]]:
                 del self._samples[key]  # beside what?
+            part()
 
     def _warmed_up(self) -> None:
         """The first call of a shape, when it may be compiled: used where there is no other."""
@@ -329,6 +352,12 @@ class _Calibrator:
             if self._samples.get((point, True))
         }
         typical = median(slower.values()) if slower else 1.0
+        if not is_sure(self._spread()):
+            slower = {}
+            for context in {point.context for point in alone}:
+                points = [point for point in alone if point.context == context]
+                level_ms = without_cliffs([alone[point] for point in points])
+                alone.update(zip(points, level_ms, strict=True))
         return tuple(
             CostPoint(point.rows, point.context, ms, ms * slower.get(point, typical))
             for point, ms in alone.items()

@@ -27,7 +27,7 @@ from ondevice.artifact import (
     Manifest,
     PairManifest,
 )
-from ondevice.calibration import Calibration, calibrate
+from ondevice.calibration import Calibration, calibrate, is_sure
 from ondevice.converters.progress import Reporter
 from ondevice.costs import CostTable
 from ondevice.errors import ArtifactError, CacheUnwritable
@@ -39,8 +39,6 @@ from ondevice.worker import UnitWorker
 VERSIONED = ("ondevice", "mlx", "mlx-lm", "numpy")
 """Packages whose version may change what a step takes."""
 RUNTIME = "drafter runtime"
-LARGE_SPREAD = 0.2
-"""Above it a calibration says more about what else ran than about the pair."""
 MOST_TRIES = 2
 """Openings that measure a pair for want of a sure table; a machine that is always busy must do."""
 
@@ -63,7 +61,7 @@ class CostRecord(Manifest):
     @property
     def sure(self) -> bool:
         """Whether the passes agreed: the machine was quiet enough."""
-        return self.spread is not None and self.spread <= LARGE_SPREAD
+        return is_sure(self.spread)
 
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:

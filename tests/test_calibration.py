@@ -9,9 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ondevice import calibration as module
-from ondevice.calibration import LIMIT_S, ROW_COUNTS, at_work, calibrate, tree_parents
+from ondevice.calibration import (
+    LIMIT_S,
+    ROW_COUNTS,
+    at_work,
+    calibrate,
+    tree_parents,
+    without_cliffs,
+)
 from ondevice.costs import ASSUMED, CostModel
 from ondevice.errors import UnitFailed
 from ondevice.records import DraftResult, Verdict
@@ -238,6 +247,34 @@ def test_a_token_that_is_read_late_does_not_make_plain_decoding_cheaper(bed) -> 
     assert each.calibrate().table.plain[0].alone_ms == near(16)
 
 
+def test_cliffs_are_believed_only_where_the_passes_agree(bed) -> None:
+    each = bed()
+    noise = itertools.cycle([1.0, 2.0, 1.3, 1.7, 3.1, 1.2, 1.1])
+    each.world.disturb = lambda unit, rows: next(noise)
+    found = each.calibrate()
+    assert found.spread > module.LARGE_SPREAD
+    for context in (128, 1024):
+        row = [point for point in found.table.verifier if point.context == context]
+        costs_ms = [point.alone_ms for point in row]
+        assert costs_ms == sorted(costs_ms)
+        assert len({round(point.beside_ms / point.alone_ms, 6) for point in row}) == 1
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=100)
+def test_without_cliffs_is_the_closest_that_never_falls(costs_ms: list[float]) -> None:
+    """Against the formula of minima and maxima of means (Barlow et al. 1972, theorem 1.4)."""
+    last = len(costs_ms)
+    expected = [
+        max(
+            min(sum(costs_ms[low:high]) / (high - low) for high in range(at + 1, last + 1))
+            for low in range(at + 1)
+        )
+        for at in range(last)
+    ]
+    assert without_cliffs(costs_ms) == pytest.approx(expected)
+
+
 def test_what_seems_faster_beside_the_other_was_disturbed_alone(bed) -> None:
     each = bed()
     each.world.disturb = lambda unit, rows: 1.0 if each.world.load else 4.0
@@ -310,10 +347,14 @@ def test_a_slow_machine_is_measured_as_far_as_time_allows(bed, pace: int) -> Non
     # Nothing can be measured without the texts of 16 and of 128 tokens.
     assert found.took_s <= max(LIMIT_S, pace * 0.144) + longest_s
     assert found.table.plain[0].alone_ms == near(pace * 16)
-    for point in found.table.verifier:
-        if point.rows > 1:
-            assert point.alone_ms == near(pace * forward_ms(point.rows, point.context))
-            assert point.beside_ms >= point.alone_ms
+    for context in {point.context for point in found.table.verifier}:
+        row = [point for point in found.table.verifier if point.context == context]
+        truth = [pace * forward_ms(point.rows, context) for point in row]
+        if found.spread is None:
+            truth = without_cliffs(truth)
+        if found.table.verifier != found.table.plain:
+            assert [point.alone_ms for point in row] == pytest.approx(truth)
+        assert all(point.beside_ms >= point.alone_ms for point in row)
     assert found.table.drafter
     assert bool(found.trouble) == (pace == 400)
     CostModel(found.table).verifier.ms(16, 2000, 1.0)
