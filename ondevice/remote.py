@@ -1,11 +1,12 @@
 """A drafter in a process of its own: any DrafterUnit, opened there by a function that pickles.
 
 Why a process, and not a thread: it can be ended when it hangs, and takes its memory with it; and
-beside it the verifier is no slower. SmolLM2 and its emulated drafter at 8 rows a step, on two x86
-cores, interleaved: a forward of 1 row took 1.12 times as long beside a drafting process, 1.21 times
-beside a drafting thread (which competes for the interpreter's lock); of 8 rows 1.08 and 1.11. A
-drafter step took 55 ms in either, 64 beside the verifier. The round trip adds 0.4 ms to it, opening
-0.5 s beside the verifier's 1.4, the second copy of the libraries 75 MiB to the drafter's 390.
+the verifier is faster beside it. SmolLM2 and its emulated drafter at 8 rows a step, on two x86
+cores, interleaved, two runs: a forward of 1 row took 1.06 and 1.12 times as long beside a drafting
+process, 1.21 and 1.28 times beside a drafting thread, which competes for the interpreter's lock;
+one of 8 rows 1.07 and 1.08, against 1.11 and 1.18. A drafter step took 55 ms in either. The process
+adds 0.4 to 0.5 ms to it (0.03 an empty round trip, 0.06 packing and pickling, the rest cold
+caches), 0.5 s to the drafter's opening, which runs beside the verifier's, and 75 MiB to its 390.
 
 The two sides talk in pickles over a private socket pair that the child inherits; times need no
 translation, since the monotonic clock is the machine's. The child is started as a fresh
