@@ -19,6 +19,7 @@ from ondevice.sampling import SamplingParams
 from ondevice.session import Options
 
 PROMPT = [9, 40, 77, 41, 9]
+BRIEF = Options(max_tokens=8, strategy="pipelined")
 
 
 class WatchedRotation(Rotation):
@@ -123,14 +124,14 @@ def test_a_long_prefill_lets_other_sessions_in_between_its_chunks(tiny_pair, mon
     long = [(7 * i) % 200 + 4 for i in range(900)]
     with open_here(tiny_pair, SlowChunks, SlowChunks) as chunked:
         sessions = [chunked.session(), chunked.session()]
-        reader = Reader(sessions[0], long, Options(max_tokens=8))
+        reader = Reader(sessions[0], long, BRIEF)
         reader.start()
         time.sleep(0.05)
-        answer = sessions[1].generate(PROMPT, Options(max_tokens=8))
+        answer = sessions[1].generate(PROMPT, BRIEF)
         assert reader.answer is None, "the long prompt was read first"
         join([reader])
-        assert answer.token_ids == engine.generate(PROMPT, Options(max_tokens=8)).token_ids
-        assert reader.answer.token_ids == engine.generate(long, Options(max_tokens=8)).token_ids
+        assert answer.token_ids == engine.generate(PROMPT, BRIEF).token_ids
+        assert reader.answer.token_ids == engine.generate(long, BRIEF).token_ids
         for worker, session in (
             (chunked._verifier, sessions[0]._driver._verifier_session),
             (chunked._drafters.first, sessions[0]._driver._drafter_session),
@@ -158,7 +159,7 @@ class SlowChunks:
 
 def test_a_cancel_at_any_moment_frees_both_units(tiny_pair, engine):
     """From another thread, in prefill, in a forward, between two: the next answer is right."""
-    options = Options(SamplingParams(0.8, seed=2), 40)
+    options = Options(SamplingParams(0.8, seed=2), 40, strategy="pipelined")
     right = engine.generate(PROMPT, options).token_ids
     with open_here(tiny_pair, *[partial(Faulty, longest_delay_s=0.002)] * 2) as late:
         session = late.session()
@@ -175,5 +176,5 @@ def test_a_cancel_at_any_moment_frees_both_units(tiny_pair, engine):
 def test_a_session_opened_after_the_drafters_loss_says_why_it_has_none(tiny_pair):
     with open_here(tiny_pair) as engine:
         engine._drafters.first.lose(UnitLost("gone"))
-        reason = engine.generate(PROMPT, Options(max_tokens=4)).stats.reason
+        reason = engine.generate(PROMPT, BRIEF).stats.reason
         assert "without the drafter since it failed: gone; this engine uses it no more" in reason

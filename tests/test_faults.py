@@ -27,6 +27,7 @@ PROMPT = [9, 40, 77, 41, 9]
 TOKENS = 12
 SOON = Deadline(floor_s=0.15, factor=10.0, first_s=0.15, first_steps=0)
 SAMPLINGS = (SamplingParams(), SamplingParams(0.8, seed=4), SamplingParams(1.0, seed=5, top_k=20))
+LONG = Options(SAMPLINGS[1], 600, strategy="pipelined")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def check_what_is_left(plan: Plan, engine: Engine, text) -> None:
             with pytest.raises(UnitLost):
                 worker.call(lambda unit: None)
         assert engine._drafters.current() is None
-        reason = engine.generate(PROMPT, Options(max_tokens=4)).stats.reason
+        reason = engine.generate(PROMPT, replace(LONG, max_tokens=4)).stats.reason
         assert "uses it no more" in reason
     else:
         assert worker.call(lambda unit: unit.open_session()) >= 0
@@ -168,13 +169,13 @@ def test_nonsense_is_refused_with_its_name_and_costs_no_token(tiny_pair, text, k
     fault = Fault(kind, "draft", 1)
     with open_here(tiny_pair, drafter=lambda unit: Faulty(unit, fault)) as engine:
         session = engine.session()
-        answer = session.generate(PROMPT, Options(SAMPLINGS[1], 100))
+        answer = session.generate(PROMPT, replace(LONG, max_tokens=100))
         assert answer.token_ids == text(1, 100)
         assert fault.met.is_set()
         assert "without the drafter since it failed: " in answer.stats.reason
         assert "expected" in answer.stats.reason
         other = engine.session()
-        assert other.generate(PROMPT, Options(SAMPLINGS[1], 100)).stats.num_draft_tokens > 0
+        assert other.generate(PROMPT, replace(LONG, max_tokens=100)).stats.drafter_busy > 0
 
 
 def process_id(engine: Engine) -> int:
@@ -188,9 +189,9 @@ def wait_for_another_drafter(engine: Engine) -> None:
         time.sleep(0.01)
 
 
-def answer_and_signal(engine: Engine, session: Session, number: int, tokens: int) -> Answer:
+def answer_and_signal(engine: Engine, session: Session, number: int) -> Answer:
     """One answer, in whose middle the drafter's process is sent a signal."""
-    pieces = session.stream(PROMPT, Options(SAMPLINGS[1], tokens))
+    pieces = session.stream(PROMPT, LONG)
     for _ in range(3):
         next(pieces)
     os.kill(process_id(engine), number)
@@ -202,21 +203,21 @@ def answer_and_signal(engine: Engine, session: Session, number: int, tokens: int
 def test_a_drafter_that_is_killed_is_started_again_once(tiny_pair, text):
     with open_here(tiny_pair, process=True) as engine, engine.session() as session:
         first = process_id(engine)
-        answer = answer_and_signal(engine, session, signal.SIGKILL, 600)
+        answer = answer_and_signal(engine, session, signal.SIGKILL)
         assert answer.token_ids == text(1, 600)
         assert "process was ended by SIGKILL; it was started again" in answer.stats.reason
         wait_for_another_drafter(engine)
         second = process_id(engine)
-        answer = session.generate(PROMPT, Options(SAMPLINGS[1], 600))
+        answer = session.generate(PROMPT, LONG)
         assert answer.token_ids == text(1, 600)
-        assert answer.stats.num_draft_tokens > 0
+        assert answer.stats.drafter_busy > 0
         assert "failed" not in answer.stats.reason
-        answer = answer_and_signal(engine, session, signal.SIGKILL, 600)
+        answer = answer_and_signal(engine, session, signal.SIGKILL)
         assert answer.token_ids == text(1, 600)
         assert "SIGKILL; this engine uses it no more" in answer.stats.reason
         assert engine._drafters.current() is None
         for each in (session.generate, engine.generate):
-            answer = each(PROMPT, Options(SAMPLINGS[1], TOKENS))
+            answer = each(PROMPT, replace(LONG, max_tokens=TOKENS))
             assert answer.token_ids == text(1)
             assert "this engine uses it no more" in answer.stats.reason
     assert is_gone(first)
@@ -227,7 +228,7 @@ def test_a_process_that_hangs_is_killed_at_its_deadline(tiny_pair, text):
     deadline = replace(SOON, floor_s=0.5, first_s=0.5)
     with open_here(tiny_pair, deadline=deadline, process=True) as engine:
         hung = process_id(engine)
-        answer = answer_and_signal(engine, engine.session(), signal.SIGSTOP, 600)
+        answer = answer_and_signal(engine, engine.session(), signal.SIGSTOP)
         assert answer.token_ids == text(1, 600)
         if "failed" not in answer.stats.reason:  # the verifier was done before the deadline
             with pytest.raises(UnitLost, match="longer than"):
@@ -236,7 +237,7 @@ def test_a_process_that_hangs_is_killed_at_its_deadline(tiny_pair, text):
             assert "longer than" in answer.stats.reason
         assert is_gone(hung)
         wait_for_another_drafter(engine)
-        assert engine.generate(PROMPT, Options(SAMPLINGS[1], 600)).stats.num_draft_tokens > 0
+        assert engine.generate(PROMPT, LONG).stats.drafter_busy > 0
 
 
 def test_a_verifier_that_dies_takes_everything_with_it(tiny_pair):
@@ -244,7 +245,7 @@ def test_a_verifier_that_dies_takes_everything_with_it(tiny_pair):
     engine = open_here(tiny_pair, lambda unit: Faulty(unit, fault), process=True)
     drafter, sessions = process_id(engine), [engine.session(), engine.session()]
     with pytest.raises(UnitLost, match="the verifier failed: OSError: planned"):
-        sessions[0].generate(PROMPT, Options(max_tokens=600))
+        sessions[0].generate(PROMPT, LONG)
     assert is_gone(drafter)
     with pytest.raises(OnDeviceError, match=r"planned|new session"):
         sessions[0].generate(PROMPT)
@@ -257,7 +258,7 @@ def test_a_verifier_that_dies_takes_everything_with_it(tiny_pair):
 
 def test_a_closed_engine_leaves_no_process(tiny_pair):
     engine = open_here(tiny_pair, process=True)
-    stream = engine.session().stream(PROMPT, Options(max_tokens=600))
+    stream = engine.session().stream(PROMPT, LONG)
     next(stream)
     drafter = process_id(engine)
     engine.close()

@@ -124,7 +124,7 @@ def test_a_constraint_that_cannot_travel_costs_proposals_and_no_token(
 ):
     sampling = SamplingParams(temperature, seed=3, constraint=constraint)
     plain = engine.generate(PROMPT, Options(sampling, 24, strategy="plain"))
-    drafted = engine.generate(PROMPT, Options(sampling, 24))
+    drafted = engine.generate(PROMPT, Options(sampling, 24, strategy="pipelined"))
     assert drafted.token_ids == plain.token_ids
     assert all(token % 2 == 0 for token in plain.token_ids)
     assert "failed" not in drafted.stats.reason
@@ -244,7 +244,7 @@ def test_a_script_without_a_main_guard_runs_once(tiny_pair, tmp_path):
 
 
 def test_the_text_is_the_same_for_any_drafters_home(engine, tiny_pair):
-    options = Options(SamplingParams(0.8, seed=9), 40)
+    options = Options(SamplingParams(0.8, seed=9), 40, strategy="pipelined")
     answers = [engine.generate(PROMPT, replace(options, strategy="plain"))]
     with open_here(tiny_pair) as here:
         answers += [each.generate(PROMPT, options) for each in (engine, here)]
