@@ -239,7 +239,7 @@ class Session:
         text = TextStream(self._model.tokenizer, self._model.end_tokens, options.stop)
         limits = AnswerLimits(min(options.max_tokens, room), text.feed)
         emitted: list[EmittedToken] = []
-        tally = Tally(options.strategy, len(tokens), time.monotonic_ns())
+        tally = Tally(schedule.strategy, len(tokens), time.monotonic_ns())
         stop = Stop("cancelled")
         try:
             with closing(self._driver.answer(tokens, limits, schedule, law, cancelled)) as commands:
