@@ -15,7 +15,7 @@ from ondevice.calibration import Calibration
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.pair import write_pair
 from ondevice.converters.verifier import write_verifier
-from ondevice.costs import ASSUMED
+from ondevice.costs import table_from
 from ondevice.coststore import CostRecord, identity_of, record_path
 from ondevice.engine import Engine
 from ondevice.home import HOME_VARIABLE, home_folder
@@ -68,14 +68,16 @@ def tiny_pair(
 ) -> Path:
     """Folder of a pair: the tiny verifier in float32 and a drafter of its first layer.
 
-    Its costs count as measured, so that opening it is quick and says nothing.
+    Its costs count as measured, so that opening it is quick and says nothing: about what a
+    calibration finds for it.
     """
     folder = tmp_path_factory.mktemp("tiny-pair") / "pair"
     recipe = DrafterRecipe(layers=(0,), row_counts=(1, 8), context_sizes=(64, 256))
     write_pair(tiny_checkpoint, folder, name="tiny", drafter=recipe, quiet=True)
     identity = identity_of(folder, "emulator-fp32")
-    assumed = Calibration(ASSUMED, took_s=0.0, spread=0.0)
-    CostRecord.of(identity, assumed).write(record_path(identity))
+    verifier_ms = [0.9 + 0.03 * rows for rows in range(1, 17)]
+    table = table_from(verifier_ms, [(1, 0.45), (8, 0.95)], plain_ms=1.1)
+    CostRecord.of(identity, Calibration(table, took_s=0.0, spread=0.0)).write(record_path(identity))
     return folder
 
 
