@@ -13,14 +13,15 @@ class Deadline:
 
     floor_s: a hundred times an emulated step of 8 rows (55 ms for the default pair), a thousand
     times one on the Neural Engine: what is slower hangs, or the machine does. factor: swapping
-    and a busy machine make a step some times slower, not ten. first_s: Core ML may compile at a
-    function's first call, a minute and more for a large drafter. first_steps: how many steps have
-    that time; three row counts at two context sizes. They do not count as slow ones seen.
+    and a busy machine make a step some times slower, not ten. first_s: compiling belongs into
+    opening, but Core ML may leave some of it to a function's first call, a minute for a large
+    drafter. first_steps: how many steps have that time; three row counts at two context sizes.
+    They do not count as slow ones seen.
     """
 
     floor_s: float = 5.0
     factor: float = 10.0
-    first_s: float = 300.0
+    first_s: float = 120.0
     first_steps: int = 6
 
 
