@@ -86,7 +86,7 @@ def chat(
     ] = None,
     strategy: Annotated[
         Strategy, typer.Option(help="How to speculate; changes the speed, never the text.")
-    ] = "pipelined",
+    ] = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability kept, above 0; 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Tokens kept; 0 is off.")] = 0,

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from ondevice.apps.margin import NEAR_TIE, margin
 from ondevice.apps.terminal import figure
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES, Strategy
+from ondevice.policy import STRATEGIES, Sizes, Strategy
 from ondevice.sampling import SamplingParams
 from ondevice.session import Answer, Options
 
 SEED = 7
 LAWS = (SamplingParams(), SamplingParams(temperature=0.8, seed=SEED))
 SPECULATING: tuple[Strategy, ...] = tuple(name for name in STRATEGIES if name != "plain")
+SIZES = Sizes(verify_rows=8, depth=4)
+"""Of a set strategy's rounds: a check must speculate also where that does not pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Tally:
         self.accepted += stats.num_accepted_draft_tokens
         if stats.decode_tok_s is not None:
             self.rates_tok_s.append(stats.decode_tok_s)
-        if stats.reason != f"{self.strategy}, as set":
+        if self.strategy != "auto" and stats.reason != f"{self.strategy}, as set":
             self.notes.add(stats.reason)
 
     @property
@@ -85,8 +87,11 @@ class Tally:
 
     @property
     def speculated(self) -> bool:
-        """Whether any draft token was put before the verifier: else nothing was tested."""
-        return self.strategy == "plain" or self.drafted > 0
+        """Whether any draft token was put before the verifier, where the strategy demands it.
+
+        Without one nothing was tested. `auto` may find that speculation does not pay.
+        """
+        return self.strategy in ("plain", "auto") or self.drafted > 0
 
     @property
     def median_tok_s(self) -> float | None:
@@ -135,7 +140,9 @@ def compare(
             of_law["plain"].add(plain)
             on_text()
             for name in SPECULATING:
-                answer = engine.generate(prompt, Options(law, max_tokens, strategy=name))
+                sizes = None if name == "auto" else SIZES
+                options = Options(law, max_tokens, strategy=name, sizes=sizes)
+                answer = engine.generate(prompt, options)
                 of_law[name].add(answer)
                 _judge(engine, prompt, law, plain, answer, of_law[name])
                 on_text()

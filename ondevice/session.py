@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 from ondevice.acceptance import MOST_CHILDREN
 from ondevice.driver import Driver
 from ondevice.errors import BadRequest, ContextOverflow
-from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Experience, Schedule, Strategy
+from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Experience, Schedule, Sizes, Strategy
 from ondevice.prompt import Message, Prompt, PromptReader
 from ondevice.records import (
     AcceptanceRule,
@@ -40,6 +40,7 @@ class Options:
     and are not part of it. strategy: changes the speed, never the text; `auto` chooses by what it
     measures. rule: `coupled` gives the same text for the same seed with any strategy; `rejection`
     the same distribution, in chains. children: proposals per node, None chooses; 1 makes chains.
+    sizes: of every round, for experiments; None chooses them by what pays, which may be nothing.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -48,6 +49,7 @@ class Options:
     strategy: Strategy = "auto"
     rule: AcceptanceRule = "coupled"
     children: int | None = None
+    sizes: Sizes | None = None
 
     def checked(self) -> Self:
         """The same options; raises BadRequest for a value out of range.
@@ -64,6 +66,11 @@ class Options:
             raise BadRequest(f"rule must be coupled or rejection, got {self.rule!r}")
         if self.children is not None:
             _require_count("children", self.children, MOST_CHILDREN)
+        if self.sizes is not None:
+            if not isinstance(self.sizes, Sizes) or self.strategy == "auto":
+                raise BadRequest(f"sizes must be Sizes of a set strategy, got {self.sizes!r}")
+            for name, size in asdict(self.sizes).items():
+                _require_count(name.replace("_", " "), size, MOST_SIZE)
         if not isinstance(self.stop, str | list | tuple):
             raise BadRequest(f"stop must be text or a tuple of texts, got {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -71,6 +78,10 @@ class Options:
             if not isinstance(text, str) or not text:
                 raise BadRequest(f"a stop string must be text and not empty, got {text!r}")
         return replace(self, stop=stop)
+
+
+MOST_SIZE = 96
+"""Rows or steps of a round."""
 
 
 def _require_count(name: str, value: object, most: int | None) -> None:
@@ -258,7 +269,7 @@ class Session:
         if stop.error is not None:
             raise stop.error
         rest = text.take()
-        stats = tally.summary(self._reason(reason, schedule), law.seed)
+        stats = tally.summary(self._reason(reason, schedule, tally), law.seed)
         self._on_answer(self)
         ids = tuple(token.token for token in emitted)
         yield Piece(rest, (), Answer(text.text, ids, stop.reason, tuple(emitted), stats))
@@ -285,14 +296,17 @@ class Session:
             notes.append(f"chains: {model.shape_reason}")
         chain = rule == "rejection" or model.shape == "chain"
         chosen = 1 if chain else children or DEFAULT_CHILDREN
-        return Schedule(options.strategy, children=chosen, rule=rule), "; ".join(notes)
+        schedule = Schedule(options.strategy, children=chosen, rule=rule, sizes=options.sizes)
+        return schedule, "; ".join(notes)
 
-    def _reason(self, set_reason: str, schedule: Schedule) -> str:
+    def _reason(self, set_reason: str, schedule: Schedule, tally: Tally) -> str:
         """Why the answer was decoded as it was. set_reason: what was known at its start."""
         coordinator = self._driver.coordinator
         reasons = [set_reason]
         if schedule.strategy == "auto":
             reasons.insert(0, coordinator.reason)
+        elif schedule.speculates and not tally.steps and tally.tokens > 1:
+            reasons.append("no draft was worth its time")
         error = coordinator.drafter_error
         if error is not None and schedule.speculates:
             reasons.append(f"without the drafter since it failed: {error}")

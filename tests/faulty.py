@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ondevice.costs import table_from
 from ondevice.drafter import CoreMLDrafter
 from ondevice.engine import Engine
 from ondevice.records import Verdict
@@ -28,6 +29,10 @@ class FaultyVerifier(MLXVerifier):
         ]
 
 
+DRAFTING_PAYS = table_from([1000.0 + n for n in range(16)], [(8, 1.0), (64, 1.0)])
+"""So that every schedule drafts, as long as it has not learned better."""
+
+
 def open_tiny(
     pair: Path, plant: Plant | None = None, drafter: Callable[[], DrafterUnit] | None = None
 ) -> Engine:
@@ -44,7 +49,7 @@ def open_tiny(
     def open_drafter() -> DrafterUnit:
         return CoreMLDrafter.open(pair / "drafter", pair / "verifier")
 
-    return Engine(tokenizer, ends, open_verifier, drafter or open_drafter)
+    return Engine(tokenizer, ends, open_verifier, drafter or open_drafter, costs=DRAFTING_PAYS)
 
 
 def other_token(_: VerifyRequest, verdict: Verdict) -> Verdict:
