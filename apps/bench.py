@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -13,15 +13,16 @@ from ondevice.apps.chat import check_options
 from ondevice.apps.counting import counting
 from ondevice.apps.opening import open_engine, placement
 from ondevice.apps.questions import Question, own_questions, read_questions, spread
-from ondevice.apps.race import Task, race, standings
+from ondevice.apps.race import Measured, Task, race, standings
 from ondevice.apps.sides import OurSide, Side
-from ondevice.apps.terminal import results, waiting
+from ondevice.apps.terminal import note, results, waiting
 from ondevice.artifact import PAIR_FILE, PairManifest
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, ContextOverflow, UnsupportedModel
 from ondevice.policy import STRATEGIES, Strategy
 from ondevice.prompt import PromptReader
 from ondevice.session import Options
+from ondevice.traces import TraceRound, new_header, require_file_name, write_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Request:
     """What the command line asked for.
 
     prompts: a file of `read_questions`, None for our own; limit: how many of them, None for all.
-    strategies: of `STRATEGIES`, none for all.
+    strategies: of `STRATEGIES`, none for all. records: where to write the rounds of our answers.
     """
 
     pair: str
@@ -57,6 +58,7 @@ class Request:
     repeats: int = 1
     strategies: tuple[str, ...] = ()
     as_json: bool = False
+    records: Path | None = None
 
 
 def run(request: Request) -> bool:
@@ -64,13 +66,31 @@ def run(request: Request) -> bool:
     strategies = checked_strategies(request.strategies)
     questions = read_questions(request.prompts) if request.prompts else own_questions()
     load = Load(spread(questions, request.limit), request.max_tokens, request.repeats).checked()
+    if request.records is not None:
+        require_file_name(request.records)
     with open_engine(request.pair) as engine:
         outcome = bench_pair(engine, request.pair, strategies, load)
+        if request.records is not None:
+            write_records(request.records, engine, outcome)
     if request.as_json:
         print(json.dumps(as_json(outcome)), flush=True)
     else:
         print_outcome(outcome, results())
     return outcome.passed
+
+
+def write_records(path: Path, engine: Engine, outcome: Outcome) -> None:
+    """Write the rounds of our answers, side by side, for `simulate --trace`. Raises BadRequest."""
+    measured = [run for standing in outcome.standings for run in standing.runs if run.run.records]
+    costs = None if engine.cost_record is None else engine.costs.table
+    write_trace(path, new_header(outcome.pair, costs), _trace_rounds(measured))
+    note(f"records of {len(measured)} answers are in {path}")
+
+
+def _trace_rounds(measured: Sequence[Measured]) -> Iterator[TraceRound]:
+    for number, each in enumerate(measured):
+        for record in each.run.records:
+            yield TraceRound(answer=number, schedule=each.side, record=record)
 
 
 def checked_strategies(names: Sequence[str]) -> list[Strategy]:

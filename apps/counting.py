@@ -1,4 +1,4 @@
-"""Progress over answers: a bar on a terminal, a few lines in a log."""
+"""Progress over answers or other work: a bar on a terminal, a few lines in a log."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LINES = 10
 
 
 @contextmanager
-def counting(command: str, total: int) -> Iterator[Callable[[], None]]:
-    """The function to call after each answer: it moves a bar, or writes a line now and then."""
+def counting(command: str, total: int, what: str = "answers") -> Iterator[Callable[[], None]]:
+    """The function to call after each of `what`: it moves a bar, or writes a line now and then."""
     console = notes()
     if not console.is_terminal:
-        answers = itertools.count(1)
-        yield lambda: _count_line(command, next(answers), total)
+        done = itertools.count(1)
+        yield lambda: _count_line(command, next(done), total, what)
         return
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Drawn between the answers alone: a thread that draws would take time from what is measured.
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Drawn between them alone: a thread that draws would take time from what is measured.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
-        task = progress.add_task("answers", total=total)
+        task = progress.add_task(what, total=total)
         progress.refresh()
 
         def count() -> None:
@@ -35,7 +35,7 @@ def counting(command: str, total: int) -> Iterator[Callable[[], None]]:
         yield count
 
 
-def _count_line(command: str, done: int, total: int) -> None:
+def _count_line(command: str, done: int, total: int, what: str) -> None:
     """A line for a log, so that it does not look hung, at every tenth of the work."""
     if done * LINES // total > (done - 1) * LINES // total:
-        note(f"{command}: {done} of {total} answers")
+        note(f"{command}: {done} of {total} {what}")

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ondevice.engine import Engine
 from ondevice.policy import Strategy
+from ondevice.records import StepRecord
 from ondevice.session import Answer, Options
 
 
@@ -52,13 +53,14 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One answer of one side. answer: ours, with its statistics; None for mlx-lm."""
+    """One answer of one side. answer, records: ours, with statistics; none of mlx-lm."""
 
     tokens: tuple[int, ...]
     start_ns: int
     arrivals: tuple[Arrival, ...]
     drafting: Drafting = Drafting()
     answer: Answer | None = None
+    records: tuple[StepRecord, ...] = ()
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -103,12 +105,15 @@ class OurSide:
         """See `Side`. Raises as `Session.generate` does."""
         options = Options(max_tokens=max_tokens, strategy=self.strategy, children=self._children)
         arrivals: list[Arrival] = []
+        records: list[StepRecord] = []
         answer: Answer | None = None
         with self._engine.session() as session:
             start_ns = monotonic_ns()
             for piece in session.stream(prompt, options):
                 if piece.tokens:
                     arrivals.append(Arrival(monotonic_ns(), len(piece.tokens)))
+                if piece.record is not None:
+                    records.append(piece.record)
                 answer = piece.answer or answer
         settle(self._engine)
         assert answer is not None
@@ -116,7 +121,7 @@ class OurSide:
         drafting = Drafting(
             stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens
         )
-        return Run(answer.token_ids, start_ns, tuple(arrivals), drafting, answer)
+        return Run(answer.token_ids, start_ns, tuple(arrivals), drafting, answer, tuple(records))
 
 
 def settle(engine: Engine) -> None:

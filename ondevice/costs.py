@@ -7,6 +7,7 @@ is measured while running: other programs, heat and longer texts change the cost
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,12 +46,23 @@ class CostTable:
     drafter: tuple[CostPoint, ...] = ()
 
 
+def implausible(table: CostTable) -> str:
+    """What is wrong with a table that others wrote; "" where nothing is."""
+    if not table.verifier or not table.plain:
+        return "expected costs of the verifier, forwards and plain"
+    for point in (*table.verifier, *table.plain, *table.drafter):
+        times = point.alone_ms, point.beside_ms
+        if point.rows < 1 or point.context < 0 or not all(0 < ms < math.inf for ms in times):
+            return f"expected rows, a context and times above 0, got {point}"
+    return ""
+
+
 ASSUMED = CostTable(
     verifier=(CostPoint(1, 0, 50.0, 50.0), CostPoint(16, 0, 70.0, 70.0)),
     plain=(CostPoint(1, 0, 50.0, 50.0),),
     drafter=(CostPoint(8, 0, 15.0, 15.0), CostPoint(64, 0, 60.0, 60.0)),
 )
-"""Where nothing was measured yet; only the ratios matter, and the first rounds correct them."""
+"""Where nothing was measured yet; the first measurement of each kind of step scales them."""
 
 
 class StepCosts:
@@ -60,8 +72,9 @@ class StepCosts:
     counts from n on.
     """
 
-    def __init__(self, points: Iterable[CostPoint]) -> None:
-        """points: at least one."""
+    def __init__(self, points: Iterable[CostPoint], *, assumed: bool = False) -> None:
+        """points: at least one. assumed: the first measurement scales them all."""
+        self._assumed = assumed
         self._points: dict[int, list[CostPoint]] = {}
         for point in sorted(points, key=lambda point: (point.rows, point.context)):
             self._points.setdefault(point.rows, []).append(point)
@@ -148,7 +161,10 @@ class StepCosts:
         if took_ms <= 0:
             return
         surprise = took_ms / self.exactly(rows, context, beside)
-        if rows not in self._scale:
+        if self._assumed:
+            self._assumed = False
+            self._drift *= surprise
+        elif rows not in self._scale:
             self._scale[rows] = self._scale[self._widest_measured] * surprise
         else:
             surprise = min(LARGEST_SURPRISE, max(1 / LARGEST_SURPRISE, surprise))
@@ -166,9 +182,11 @@ class CostModel:
 
     def __init__(self, table: CostTable = ASSUMED) -> None:
         self.table = table
-        self.verifier = StepCosts(table.verifier)
-        self.plain = StepCosts(table.plain)
-        self.drafter = StepCosts(table.drafter or ASSUMED.drafter)
+        assumed = table == ASSUMED
+        self.verifier = StepCosts(table.verifier, assumed=assumed)
+        self.plain = StepCosts(table.plain, assumed=assumed)
+        drafter = table.drafter or ASSUMED.drafter
+        self.drafter = StepCosts(drafter, assumed=drafter == ASSUMED.drafter)
 
     def slowdown(self, context: int, rows: int = 8) -> float:
         """How many times longer a forward takes while the drafter works."""

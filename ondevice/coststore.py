@@ -29,7 +29,7 @@ from ondevice.artifact import (
 )
 from ondevice.calibration import Calibration, calibrate, is_sure
 from ondevice.converters.progress import Reporter
-from ondevice.costs import CostTable
+from ondevice.costs import CostTable, implausible
 from ondevice.errors import ArtifactError, CacheUnwritable
 from ondevice.home import home_folder, locked
 from ondevice.machine import this_machine
@@ -65,13 +65,8 @@ class CostRecord(Manifest):
 
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:
-        table = self.table
-        if not table.verifier or not table.plain:
-            raise ValueError("expected costs of the verifier, forwards and plain")
-        for point in (*table.verifier, *table.plain, *table.drafter):
-            times = point.alone_ms, point.beside_ms
-            if point.rows < 1 or point.context < 0 or not all(0 < ms < math.inf for ms in times):
-                raise ValueError(f"expected rows, a context and times above 0, got {point}")
+        if wrong := implausible(self.table):
+            raise ValueError(wrong)
         return self
 
     @classmethod

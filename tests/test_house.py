@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "files", "records", "tree", "coreml", "models"},
     ),
     "engine": (
-        {"coststore", "engine", "session"},
+        {"coststore", "engine", "session", "traces"},
         {
             "errors",
             "files",
