@@ -237,7 +237,8 @@ class Coordinator:
             return
         if not self._speculates:
             root = NodeToken(self.tree.root, self.tree[self.tree.root].token)
-            limit = self._policy.run_tokens(self._tokens_left)
+            left = self._tokens_left
+            limit = self._policy.run_tokens(left) if self._policy.strategy == "plain" else left
             self._verifier.send(StartRun(next(self._steps), root, limit))
             return
         view = self._view(now_ns)
@@ -265,7 +266,7 @@ class Coordinator:
         step = self._drafting
         remaining_ms = 0.0
         if step is not None:
-            expected_ms = self.experience.costs.drafter.ms(len(step.rows))
+            expected_ms = self._expected_ms(step)
             passed_ms = (now_ns - self._draft_began_ns) / 1e6
             remaining_ms = max(LEAST_LEFT * expected_ms, expected_ms - passed_ms)
         return View(
@@ -278,6 +279,12 @@ class Coordinator:
             remaining_ms=remaining_ms,
             steps=self._draft_steps,
         )
+
+    def _expected_ms(self, step: StartDraft) -> float:
+        """Text that was decoded plainly goes through the drafter's widest function first."""
+        costs = self.experience.costs.drafter
+        widest = costs.row_counts[-1]
+        return costs.ms(len(step.rows)) + len(step.committed) // widest * costs.ms(widest)
 
     def _grow(self, result: DraftResult, rows: Sequence[DraftRow]) -> None:
         assert self.turn is not None
@@ -343,8 +350,9 @@ class Coordinator:
         proposers = tuple(self.tree[node].proposer or "" for node in accepted)
         rerooted = self.tree.commit(tokens)
         self.committed.extend(tokens)
-        self._untold.extend(rerooted.committed)
-        self._dropped.extend(rerooted.dropped)
+        if turn.schedule.speculates and self._drafter.alive:
+            self._untold.extend(rerooted.committed)
+            self._dropped.extend(rerooted.dropped)
         self._verifier.held = len(self.committed) - 1
         turn.count += len(tokens)
         context = len(self.committed) - len(tokens) - 1

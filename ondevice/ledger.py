@@ -57,12 +57,15 @@ class Ledger:
         waited_ns: int,
         proposers: Sequence[str],
     ) -> StepRecord:
-        """The record of a round that is committed. command: None for a token of a run."""
+        """The record of a round that is committed. command: None for a token of a run.
+
+        strategy: the one in force; a run is `plain` in any case, as when the drafter is lost.
+        """
         rows = command.rows if command else ()
         tokens = len(rerooted.committed)
         drafts, self._drafts = tuple(self._drafts), []
         return StepRecord(
-            strategy=strategy,
+            strategy=strategy if command else "plain",
             context=context,
             rows=len(rows) + len(command.riders) if command else 1,
             drafted=_rows_within(rows, depth=tokens),
