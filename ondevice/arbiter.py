@@ -3,7 +3,8 @@
 Plain decoding's rate is known from the costs, so it needs no trial. Speculation is parked when even
 an optimistic reading of its rounds is slower, and probed again after a while that doubles from one
 failure to the next. Drafting beside the verifier and drafting in turn are tried against each other
-only where the two units slow each other down: else overlapping cannot lose.
+only where the two units slow each other down: else overlapping cannot lose. There the two take
+turns in being probed, too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Literal
 
 Active = Literal["plain", "sequential", "pipelined"]
 
-LEAST_ROUNDS = 4
+LEAST_ROUNDS = 3
 """A trial is not judged before: one round says nothing about the next."""
+WARM_UP_ROUNDS = 16
+"""Rounds before a trial begins all the same when no drafter step ends: the drafter may first have
+to catch up with what was decoded plainly (1,024 tokens took it as long as ten forwards)."""
 ENOUGH_ROUNDS = 48
 """From here on speculation must be better than plain, not only perhaps better: it costs energy."""
 WINDOW_ROUNDS = 64.0
@@ -82,6 +86,7 @@ class Arbiter:
         self._pause_left = 0
         self._patience = FIRST_CHALLENGE_ROUNDS
         self._since_challenge = 0
+        self._warm_up_left = WARM_UP_ROUNDS
 
     @property
     def parked(self) -> bool:
@@ -98,12 +103,21 @@ class Arbiter:
         """Tokens per millisecond of the latest speculation."""
         return self._trial.rate
 
-    def learn(self, tokens: int, elapsed_ms: float, plain_ms: float, slowdown: float) -> None:
-        """A round is over. plain_ms: of a token; slowdown: of a forward beside the drafter."""
+    def learn(
+        self, tokens: int, elapsed_ms: float, plain_ms: float, slowdown: float, drafted: bool
+    ) -> None:
+        """A round is over.
+
+        plain_ms: of a token. slowdown: of a forward beside the drafter. drafted: whether a drafter
+        step ended in it.
+        """
         if self.parked:
             self._pause_left -= tokens
             if self._pause_left <= 0:
                 self.strategy, self._trial = self._champion, Trial()
+                self._warm_up_left = WARM_UP_ROUNDS
+        elif self._warm_up_left > 0:
+            self._warm_up_left = 0 if drafted else self._warm_up_left - 1
         elif self.strategy == self._champion:
             self._trial.add(tokens, elapsed_ms)
             self._defend(1 / plain_ms, slowdown)
@@ -114,21 +128,22 @@ class Arbiter:
     def _defend(self, plain_rate: float, slowdown: float) -> None:
         trial = self._trial
         self._since_challenge += 1
-        if trial.count >= LEAST_ROUNDS and trial.optimistic_rate < plain_rate:
-            self._park()
-        elif trial.count >= ENOUGH_ROUNDS:
+        established = trial.count >= ENOUGH_ROUNDS
+        rate = trial.rate if established else trial.optimistic_rate
+        if trial.count >= LEAST_ROUNDS and rate < plain_rate:
+            self._park(slowdown)
+        elif established:
             self._pause_tokens = FIRST_PAUSE_TOKENS
-            if trial.rate < plain_rate:
-                self._park()
-        if slowdown >= WORTH_CHALLENGING and self._since_challenge >= self._patience:
-            self._since_challenge = 0
-            if not self.parked:
+            if slowdown >= WORTH_CHALLENGING and self._since_challenge >= self._patience:
+                self._since_challenge = 0
                 self.strategy, self._rival = self._other, Trial()
 
-    def _park(self) -> None:
+    def _park(self, slowdown: float) -> None:
         self.strategy = "plain"
         self._pause_left = self._pause_tokens
         self._pause_tokens = min(2 * self._pause_tokens, LONGEST_PAUSE_TOKENS)
+        if slowdown >= WORTH_CHALLENGING:
+            self._champion = self._other
 
     @property
     def _other(self) -> Active:

@@ -319,14 +319,22 @@ class RatePolicy:
         """Costs, acceptance, the pace, and under `auto` which strategy shall be in force."""
         for outcome in record.outcomes:
             self._acceptance.learn(outcome)
-        self._paces[self.strategy].learn(record.committed, elapsed_ms)
-        if self._schedule.strategy == "auto":
-            plain_ms = self._costs.plain.ms(1, record.context)
-            slowdown = self._costs.slowdown(record.context)
-            self._arbiter.learn(record.committed, elapsed_ms, plain_ms, slowdown)
+        if record.strategy == self.strategy:  # a run in place of a lost drafter's says nothing
+            self._paces[self.strategy].learn(record.committed, elapsed_ms)
+            if self._schedule.strategy == "auto":
+                self._arbitrate(record, elapsed_ms)
         if record.drafted:
             self._arbiter.rows += 0.1 * (record.rows - self._arbiter.rows)
         self._context = record.context
+
+    def _arbitrate(self, record: StepRecord, elapsed_ms: float) -> None:
+        self._arbiter.learn(
+            record.committed,
+            elapsed_ms,
+            plain_ms=self._costs.plain.ms(1, record.context),
+            slowdown=self._costs.slowdown(record.context),
+            drafted=bool(record.drafts),
+        )
 
     @property
     def reason(self) -> str:
