@@ -74,6 +74,25 @@ class Schedule:
         return "sampled" if self.rule == "rejection" else "noisy"
 
 
+@dataclass(slots=True)
+class Pace:
+    """Tokens per millisecond of the rounds so far, old ones fading; kept from answer to answer."""
+
+    tokens: float
+    elapsed_ms: float
+
+    @property
+    def value(self) -> float:
+        """Tokens per millisecond."""
+        return self.tokens / self.elapsed_ms
+
+    def learn(self, tokens: int, elapsed_ms: float) -> None:
+        """Take in a round."""
+        keep = max(0.5, 1 - elapsed_ms / PACE_MEMORY_MS)
+        self.tokens = self.tokens * keep + tokens
+        self.elapsed_ms = self.elapsed_ms * keep + elapsed_ms
+
+
 class Experience:
     """What has been learned about a pair on this machine, from answer to answer."""
 
@@ -81,6 +100,7 @@ class Experience:
         self.costs = costs or CostModel()
         self.acceptances: defaultdict[ClaimKind, Acceptance] = defaultdict(Acceptance)
         self.arbiter = Arbiter()
+        self.paces: dict[Active, Pace] = {}
 
     def copy(self) -> Experience:
         """The same knowledge, which learns on its own from here."""
@@ -205,25 +225,6 @@ class FixedPolicy:
         return f"{self.strategy}, {self._sizes.verify_rows} rows, depth {self._sizes.depth}"
 
 
-@dataclass(slots=True)
-class Pace:
-    """Tokens per millisecond of the rounds so far, old ones fading."""
-
-    tokens: float
-    elapsed_ms: float
-
-    @property
-    def value(self) -> float:
-        """Tokens per millisecond."""
-        return self.tokens / self.elapsed_ms
-
-    def learn(self, tokens: int, elapsed_ms: float) -> None:
-        """Take in a round."""
-        keep = max(0.5, 1 - elapsed_ms / PACE_MEMORY_MS)
-        self.tokens = self.tokens * keep + tokens
-        self.elapsed_ms = self.elapsed_ms * keep + elapsed_ms
-
-
 class RatePolicy:
     """Every decision by the rate formula of `ondevice.planning`, on measured costs."""
 
@@ -234,9 +235,9 @@ class RatePolicy:
         self._costs, self._acceptance = experience.costs, acceptance
         self._arbiter = experience.arbiter
         self._context = context
+        self._paces = experience.paces
         plain_ms = self._costs.plain.ms(1, context)
-        prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * plain_ms)
-        self._paces: defaultdict[Active, Pace] = defaultdict(lambda: Pace(*prior))
+        self._prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * plain_ms)
 
     @property
     def strategy(self) -> Active:
@@ -246,7 +247,14 @@ class RatePolicy:
 
     @property
     def _pace(self) -> float:
-        return self._paces[self.strategy].value
+        return self._own_pace.value
+
+    @property
+    def _own_pace(self) -> Pace:
+        pace = self._paces.get(self.strategy)
+        if pace is None:
+            pace = self._paces[self.strategy] = Pace(*self._prior)
+        return pace
 
     def to_expand(self, view: View) -> list[Node]:
         """As many of the likeliest as the cheapest step per reach takes.
@@ -320,7 +328,7 @@ class RatePolicy:
         for outcome in record.outcomes:
             self._acceptance.learn(outcome)
         if record.strategy == self.strategy:  # a run in place of a lost drafter's says nothing
-            self._paces[self.strategy].learn(record.committed, elapsed_ms)
+            self._own_pace.learn(record.committed, elapsed_ms)
             if self._schedule.strategy == "auto":
                 self._arbitrate(record, elapsed_ms)
         if record.drafted:
