@@ -111,12 +111,12 @@ def late(tiny_pair: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: f"T{law.temperature:g}")
 def test_every_schedule_gives_the_plain_text(engine: Engine, law: SamplingParams) -> None:
-    check(engine, some_prompts(4), law)
+    check(engine, some_prompts(3), law)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: f"T{law.temperature:g}")
 def test_late_units_change_no_text(late: Engine, law: SamplingParams) -> None:
-    check(late, some_prompts(2), law)
+    check(late, some_prompts(1), law)
 
 
 @pytest.mark.slow
