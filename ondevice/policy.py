@@ -31,6 +31,9 @@ TREE_NODES = 128
 nodes on the 8B row of DESIGN section 1, 2.50 with 160, no more with 400)."""
 LEAST_REACH = 0.002
 """Nodes less likely than this are not kept (2.41 times plain there at 0.005, 2.28 at 0.01)."""
+REST_ROUNDS = 32
+"""Rounds after which a drafter that was not worth a wait is heard again: what it is worth is known
+from its answers alone, and a step in so many rounds costs less than a hundredth."""
 PACE_MEMORY_MS = 3000.0
 """Time until an old round weighs 1/e in the pace."""
 PACE_PRIOR_ROUNDS = 4.0
@@ -236,6 +239,7 @@ class RatePolicy:
         self._arbiter = experience.arbiter
         self._context = context
         self._paces = experience.paces
+        self._undrafted_rounds = 0
         plain_ms = self._costs.plain.ms(1, context)
         self._prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * plain_ms)
 
@@ -282,7 +286,12 @@ class RatePolicy:
         return best_step(reaches, counts, curve_ms)
 
     def shall_wait(self, view: View) -> bool:
-        """Whether a round after the next drafter steps is worth more than one now."""
+        """Whether a round after the next drafter steps is worth more than one now.
+
+        Or whether the drafter was not heard for REST_ROUNDS.
+        """
+        if self._undrafted_rounds >= REST_ROUNDS and view.steps == 0:
+            return True
         ready = [node.reach for node in view.useful()]
         unexpanded = [node.reach for node in view.unexpanded()]
         rows, step_ms = self._best_step(unexpanded or [1.0], beside=False)
@@ -327,6 +336,7 @@ class RatePolicy:
         """Costs, acceptance, the pace, and under `auto` which strategy shall be in force."""
         for outcome in record.outcomes:
             self._acceptance.learn(outcome)
+        self._undrafted_rounds = 0 if record.drafts else self._undrafted_rounds + 1
         if record.strategy == self.strategy:  # a run in place of a lost drafter's says nothing
             self._own_pace.learn(record.committed, elapsed_ms)
             if self._schedule.strategy == "auto":
