@@ -248,6 +248,7 @@ def test_catching_up_after_a_long_pause_is_not_held_against_the_drafter():
         arbiter.learn(1, 10.0, 10.0, 1.0, False)
     for _ in range(WARM_UP_ROUNDS - 2):
         arbiter.learn(1, 13.0, 10.0, 1.16, False)
+        assert not arbiter.parked
     arbiter.learn(1, 200.0, 10.0, 1.16, True)
     taught(arbiter, 40, 3, 15.0, slowdown=1.16)
     assert not arbiter.parked

@@ -202,7 +202,7 @@ def test_a_run_in_place_of_a_lost_drafter_says_nothing_of_speculation():
     auto = policy_for(Schedule("auto"), experience, "greedy", 0)
     for _ in range(100):
         auto.learn(a_record("plain", 1, rows=1, drafted=0), 60.0)
-    assert auto.strategy == "pipelined"
+        assert auto.strategy == "pipelined"
 
 
 def test_fixed_sizes_need_a_strategy():
