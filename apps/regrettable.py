@@ -10,6 +10,8 @@ from rich.table import Table
 from ondevice.apps.regret import LEAST_DEMANDED, MEAN_DEMANDED, VERIFY_MS, Regret, Tried
 
 WORST_SHOWN = 8
+LABEL = 8
+"""Columns before the map: with 24 cells of three a line fits 80."""
 
 
 def print_regret(regret: Regret, console: Console) -> None:
@@ -68,31 +70,32 @@ def _worst_table(worst: Sequence[Tried]) -> Table:
 
 
 def _map_lines(cells: Sequence[Tried]) -> Iterator[str]:
-    """Percent by which auto is ahead, a column a drafter, a line a verifier."""
+    """Percent by which auto is ahead: a line a verifier, a column a drafter."""
     shares = sorted({each.cell.draft_share for each in cells})
     acceptances = sorted({each.cell.a for each in cells})
     found = {
         (c.cell.row_cost, c.cell.slowdown, c.cell.draft_share, c.cell.a): c.ratio for c in cells
     }
-    yield "auto ahead of (+) or behind (-) the best fixed schedule, in percent; ++ is 10 or more"
+    yield "Percent that auto is ahead (+) or behind (-) by; ++ is 10 or more."
+    yield "Lines: cost of a row x slow-down. Columns: draft/verify time, then a."
     wide = 3 * len(acceptances)
-    yield f"{'draft/verify':12}" + "".join(f"{share:<{wide}g}" for share in shares).rstrip()
-    heading = "".join(f"{a:.1f}"[1:].ljust(3) for a in acceptances)
-    yield f"{'a':>11} " + (heading * len(shares)).rstrip()
+    yield " " * LABEL + "".join(f" {share:<{wide - 1}g}" for share in shares).rstrip()
+    acceptance = "".join(f"{a:3.1f}".replace("0.", " .") for a in acceptances)
+    yield "a".rjust(LABEL) + acceptance * len(shares)
     for row_cost, slowdown in sorted({key[:2] for key in found}):
         marks = (
             _mark(found.get((row_cost, slowdown, share, a)))
             for share in shares
             for a in acceptances
         )
-        yield f"+{row_cost:.0%}".ljust(5) + f"x{slowdown:g}".ljust(7) + " ".join(marks).rstrip()
+        yield f"{row_cost:.0%}x{slowdown:g}".ljust(LABEL) + "".join(marks)
 
 
 def _mark(ratio: float | None) -> str:
-    """Two characters."""
+    """Three characters."""
     if ratio is None:
-        return "  "
+        return "   "
     percent = round(100 * (ratio - 1))
     if abs(percent) > 9:
-        return "++" if percent > 0 else "--"
-    return f"{percent:+d}" if percent else " 0"
+        return " ++" if percent > 0 else " --"
+    return f"{percent:+3d}" if percent else "  0"

@@ -20,6 +20,8 @@ HEADINGS: dict[Kind, str] = {
     "overlapped chain": "overlap:\nnaive\nchain",
     "overlapped tree": "overlap:\ntree",
 }
+ROOMY_WIDTH = 90
+"""Columns of a terminal; narrower ones, down to 80, get narrower gaps."""
 USUAL_DRAFT_ROWS = max(DRAFT_ROWS)
 BY_RATE = "rate"
 
@@ -72,16 +74,16 @@ def _entrant_json(entrant: Entrant) -> dict[str, Any]:
 
 def print_rows(rows: Sequence[Row], plan: Plan, seed: int, console: Console) -> None:
     """The table, what its rows are, and how to read it."""
-    console.print(_table(rows, plan))
+    console.print(_table(rows, plan, gap=2 if console.width >= ROOMY_WIDTH else 1))
     console.print()
     for line in _lines(rows, plan, seed):
         console.print(line, soft_wrap=not console.is_terminal)
 
 
-def _table(rows: Sequence[Row], plan: Plan) -> Table:
+def _table(rows: Sequence[Row], plan: Plan, gap: int) -> Table:
     automatic = any(row.auto is not None for row in rows)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("times plain decoding", no_wrap=True, vertical="bottom")
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    table.add_column("times plain decoding", no_wrap=True)
     headings = ["plain\ntok/s", *(HEADINGS[kind] for kind in plan.kinds)]
     for heading in [*headings, *(["auto", "of free\ndrafter"] if automatic else [])]:
         table.add_column(heading, justify="right", no_wrap=True)
