@@ -112,7 +112,7 @@ def _add_row(table: Table, row: Row, automatic: bool) -> None:
     if row.case.published:
         line("  DESIGN", lambda kind: f"{row.case.published[kind]:.2f}", "", "", f"({free})")
         line("  difference", lambda kind: _percent(row.difference(kind)), "")
-    else:
+    elif free:
         line("", lambda kind: "", "", "", f"({free})")
 
 

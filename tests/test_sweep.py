@@ -70,6 +70,8 @@ def test_every_kind_is_swept_in_its_own_shape(kind: Kind) -> None:
 def test_few_rows_are_drafted_only_where_that_is_cheaper() -> None:
     assert worthwhile_draft_rows(table_from([20.0], [(8, 4.0)])) == [8]
     assert worthwhile_draft_rows(table_from([20.0], [(1, 4.0), (8, 4.0)])) == [8]
+    assert worthwhile_draft_rows(table_from([20.0], [(1, 4.0)])) == [1]
+    assert worthwhile_draft_rows(table_from([20.0], [(3, 4.0), (64, 9.0)])) == [2, 8]
     costs_by_row = table_from([20.0], [(rows, 6 + rows) for rows in range(1, 9)])
     assert worthwhile_draft_rows(costs_by_row) == [2, 4, 8]
 
