@@ -12,7 +12,6 @@ from rich.table import Table
 from ondevice.apps.columns import NAIVE, Plan, Row
 from ondevice.apps.sweep import DRAFT_ROWS, Entrant, Kind
 from ondevice.modelled import CHILDREN
-from ondevice.policy import Sizes
 
 HEADINGS: dict[Kind, str] = {
     "sequential chain": "in turn:\nchain",
@@ -23,7 +22,6 @@ HEADINGS: dict[Kind, str] = {
 ROOMY_WIDTH = 90
 """Columns of a terminal; narrower ones, down to 80, get narrower gaps."""
 USUAL_DRAFT_ROWS = max(DRAFT_ROWS)
-BY_RATE = "rate"
 
 
 def as_json(rows: Sequence[Row], plan: Plan, seed: int) -> dict[str, Any]:
@@ -38,9 +36,15 @@ def as_json(rows: Sequence[Row], plan: Plan, seed: int) -> dict[str, Any]:
 
 def _row_json(row: Row) -> dict[str, Any]:
     columns = {
-        kind: _entrant_json(entrant)
-        | {"published": row.case.published.get(kind), "difference": row.difference(kind)}
-        for kind, entrant in row.columns.items()
+        kind: {
+            "speed": column.best.speed,
+            "sized_by": "sweep" if column.best is column.fixed else "rate",
+            "fixed": _entrant_json(column.fixed),
+            "rate": None if column.rate is None else column.rate.speed,
+            "published": row.case.published.get(kind),
+            "difference": row.difference(kind),
+        }
+        for kind, column in row.columns.items()
     }
     auto = row.auto
     return {
@@ -67,7 +71,6 @@ def _entrant_json(entrant: Entrant) -> dict[str, Any]:
     sizes = entrant.schedule.sizes
     return {
         "speed": entrant.speed,
-        "sized_by": BY_RATE if sizes is None else "sweep",
         "sizes": None if sizes is None else asdict(sizes),
     }
 
@@ -103,17 +106,16 @@ def _add_row(table: Table, row: Row, automatic: bool) -> None:
     sizes = "" if row.free is None else _sizes(row.free)
     line(
         row.case.name,
-        lambda kind: f"{row.columns[kind].speed:.2f}",
+        lambda kind: f"{row.columns[kind].best.speed:.2f}",
         f"{row.plain_tok_s:.1f}",
         speed,
         share,
     )
-    line("  sizes", lambda kind: _sizes(row.columns[kind]), "", "", sizes)
+    line("  fixed sizes", lambda kind: f"{row.columns[kind].fixed.speed:.2f}", "", "", free)
+    line("  which", lambda kind: _sizes(row.columns[kind].fixed), "", "", sizes)
     if row.case.published:
-        line("  DESIGN", lambda kind: f"{row.case.published[kind]:.2f}", "", "", f"({free})")
+        line("  DESIGN", lambda kind: f"{row.case.published[kind]:.2f}", "")
         line("  difference", lambda kind: _percent(row.difference(kind)), "")
-    elif free:
-        line("", lambda kind: "", "", "", f"({free})")
 
 
 def _percent(share: float | None) -> str:
@@ -121,15 +123,12 @@ def _percent(share: float | None) -> str:
 
 
 def _sizes(entrant: Entrant) -> str:
-    return sizes_text(entrant.schedule.sizes, entrant.schedule.children)
-
-
-def sizes_text(sizes: Sizes | None, children: int) -> str:
     """Rows x depth, and x rows drafted a step where they are not the usual."""
+    sizes = entrant.schedule.sizes
     if sizes is None:
-        return BY_RATE
-    drafted = sizes.draft_rows
-    more = f"x{drafted}" if children > 1 and drafted != USUAL_DRAFT_ROWS else ""
+        return entrant.schedule.strategy
+    tree, drafted = entrant.schedule.children > 1, sizes.draft_rows
+    more = f"x{drafted}" if tree and drafted != USUAL_DRAFT_ROWS else ""
     return f"{sizes.verify_rows}x{sizes.depth}{more}"
 
 
@@ -140,17 +139,16 @@ def _lines(rows: Sequence[Row], plan: Plan, seed: int) -> list[str]:
     ]
     if plan.kinds:
         lines.append(
-            "sizes: rows verified x depth of the best fixed schedule, found by sweep "
-            f"(x rows drafted a step, where not {USUAL_DRAFT_ROWS}); rate: sizing every round by "
-            "the rate formula was faster than all fixed sizes."
+            "First line of a row: the better one of our own sizing by the rate formula and the best"
+            " fixed sizes, which follow, found by sweep: rows verified x depth (x rows drafted a "
+            f"step, where not {USUAL_DRAFT_ROWS})."
         )
     if NAIVE in plan.kinds:
         lines.append("The naive chain verifies whatever is there: its sizes are always fixed.")
     if any(row.free is not None for row in rows):
         lines.append(
-            "of free drafter: speed of auto over that with a drafter that takes no time (sequential"
-            f" tree, {USUAL_DRAFT_ROWS} rows a step, its best rows x depth below, its speed in "
-            "brackets)."
+            "of free drafter: speed of auto over that with a drafter that takes no time, which is "
+            f"given below: sequential tree, {USUAL_DRAFT_ROWS} rows a step, best rows x depth."
         )
     # A machine that several rows share is described once.
     details = dict.fromkeys((row.case.detail, row.case.notes) for row in rows)

@@ -16,7 +16,7 @@ from rich.console import Console
 from test_sweep import EvenText
 
 from ondevice.apps.cases import Machine, design_cases, predicted_cases, stated_cases
-from ondevice.apps.columns import Plan, Row, best_of, free_drafter, measured
+from ondevice.apps.columns import Column, Plan, Row, best_of, free_drafter, measured
 from ondevice.apps.simtable import print_rows
 from ondevice.apps.sweep import Entrant, World
 from ondevice.costs import table_from
@@ -41,8 +41,8 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
 def test_the_naive_overlapped_chain_loses_where_drafting_is_cheap_and_the_tree_does_not() -> None:
     """The published negative result (12B in bfloat16): overlap alone gains nothing."""
     world = design_cases(0)[TWELVE].world
-    naive = best_of("overlapped chain", world, 600).speed
-    in_turn = best_of("sequential chain", world, 600).speed
+    naive = best_of("overlapped chain", world, 600).best.speed
+    in_turn = best_of("sequential chain", world, 600).best.speed
     tree = world.run(Schedule("pipelined"), 600).speed
     assert naive < in_turn < tree
 
@@ -90,8 +90,8 @@ def test_designs_table_is_reproduced_within_5_percent_or_better() -> None:
     assert rows[EIGHT].efficiency is not None
     assert rows[EIGHT].efficiency >= 0.78
     columns = rows[TWELVE].columns
-    assert columns["overlapped chain"].speed < columns["sequential chain"].speed
-    assert columns["overlapped tree"].speed > columns["sequential tree"].speed
+    assert columns["overlapped chain"].best.speed < columns["sequential chain"].fixed.speed
+    assert columns["overlapped tree"].best.speed > columns["sequential tree"].best.speed
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_only_the_columns_asked_for_are_there_and_the_naive_chain_is_fixed(run: 
     (row,) = json.loads(out)["rows"]
     assert set(row["columns"]) == {"overlapped chain", "overlapped tree"}
     assert row["columns"]["overlapped chain"]["sized_by"] == "sweep"
-    assert row["columns"]["overlapped chain"]["sizes"]["verify_rows"] >= 2
+    assert row["columns"]["overlapped chain"]["fixed"]["sizes"]["verify_rows"] >= 2
     assert row["auto"] is row["free_drafter"] is row["efficiency"] is None
 
 
@@ -234,9 +234,9 @@ def a_row(case: Any, difference: float = 0.0) -> Row:
     sizes = Sizes(12, 10, 4)
     swept = Schedule("pipelined", 4, sizes=sizes)
     columns = {
-        kind: Entrant(swept if "chain" in kind else Schedule(), (1 + difference) * figure)
+        kind: Column(Entrant(swept, 0.5), Entrant(Schedule(), (1 + difference) * figure))
         for kind, figure in case.published.items()
-    } or {"sequential tree": Entrant(swept, 1.0)}
+    } or {"sequential tree": Column(Entrant(swept, 1.0))}
     auto = World(case.world.table, partial(BetaText, 0.7, 0)).run(Schedule("auto"), 50)
     return Row(case, 16.1, columns, auto, Entrant(swept, 3.02))
 
@@ -256,6 +256,7 @@ def test_the_table_fits_and_shows_the_published_figures(width: int) -> None:
         figures = " ".join(f"{figure:.2f}" for figure in case.published.values())
         assert figures in " ".join(table.split())
     assert table.count("-10.4 %") == 24
+    assert table.count("12x10x4") == 24 + 6
     assert "4000 tokens a run, seed 3" in notes
     assert all(case.detail in notes for case in design_cases(0))
 
