@@ -65,11 +65,20 @@ class Trial:
 
     @property
     def optimistic_rate(self) -> float:
-        """SPREAD standard errors above `rate`; a round deviates by LEAST_DEVIATION at least."""
+        """SPREAD standard errors above `rate`."""
+        return self.rate + SPREAD * self._error
+
+    @property
+    def pessimistic_rate(self) -> float:
+        """SPREAD standard errors below `rate`."""
+        return self.rate - SPREAD * self._error
+
+    @property
+    def _error(self) -> float:
+        """Standard error of `rate`; a round deviates by LEAST_DEVIATION at least."""
         mean = self.tokens / self.rounds
         deviation = math.sqrt(max(LEAST_DEVIATION**2, self.squares / self.rounds - mean * mean))
-        more = SPREAD * deviation * math.sqrt(self.rounds)
-        return (self.tokens + more) / self.elapsed_ms
+        return deviation * math.sqrt(self.rounds) / self.elapsed_ms
 
 
 class Arbiter:
@@ -157,6 +166,6 @@ class Arbiter:
         if not lost and rival.count < CHALLENGE_ROUNDS:
             return
         self._patience *= 2
-        if rival.rate > champion.rate:
+        if rival.pessimistic_rate > champion.rate:
             self._champion, self._trial = self._other, rival
         self.strategy = self._champion
