@@ -126,7 +126,7 @@ def _sizes(entrant: Entrant) -> str:
     """Rows x depth, and x rows drafted a step where they are not the usual."""
     sizes = entrant.schedule.sizes
     if sizes is None:
-        return entrant.schedule.strategy
+        return "plain" if entrant.schedule.strategy == "plain" else "rate"
     tree, drafted = entrant.schedule.children > 1, sizes.draft_rows
     more = f"x{drafted}" if tree and drafted != USUAL_DRAFT_ROWS else ""
     return f"{sizes.verify_rows}x{sizes.depth}{more}"
