@@ -148,7 +148,8 @@ def _lines(rows: Sequence[Row], plan: Plan, seed: int) -> list[str]:
     if any(row.free is not None for row in rows):
         lines.append(
             "of free drafter: speed of auto over that with a drafter that takes no time, which is "
-            f"given below: sequential tree, {USUAL_DRAFT_ROWS} rows a step, best rows x depth or rate."
+            f"given below: sequential tree, {USUAL_DRAFT_ROWS} rows a step, best rows x depth "
+            "or rate."
         )
     # A machine that several rows share is described once.
     details = dict.fromkeys((row.case.detail, row.case.notes) for row in rows)
