@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.artifact import DrafterManifest, FunctionShape, RopeManifest
-from ondevice.coreml.runtime import CoreMLRuntime, FunctionSignature
+from ondevice.coreml.runtime import CoreMLRuntime, FunctionSignature, TensorSpec
 from ondevice.drafterfolder import LoadedDrafter, RuntimeFactory, load_drafter
 from ondevice.errors import UnitFailed
 from ondevice.models.config import Llama3Scaling
@@ -90,8 +90,11 @@ class CoreMLDrafter:
             next(iter(self._functions.values())).cache_dtype,
         )
         session = next(self._handles)
-        self._pools[session] = SlotPool(shape, manifest.context_sizes)
+        self._pools[session] = SlotPool(shape, manifest.context_sizes, self._slots)
         return session
+
+    def _slots(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return self._runtime.buffer(TensorSpec(shape, dtype))
 
     def close_session(self, session: int) -> None:
         """Free the pool; an unknown session is no error."""
@@ -257,7 +260,7 @@ class _Function:
         self._runtime, self._name = runtime, shape.name
         self.rows, self._logit_rows = shape.rows, logit_rows
         self._signature = signature = runtime.functions[shape.name]
-        self._own = {name: signature.inputs[name].empty() for name in _HOST_INPUTS}
+        self._own = {name: runtime.buffer(signature.inputs[name]) for name in _HOST_INPUTS}
         self._inputs: dict[str, Array] = {}
 
     @property

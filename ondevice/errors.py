@@ -15,6 +15,7 @@
         │   └── UnitLost           it is gone for good: ended, hung, or its state is in doubt
         ├── Closed                 an engine or a session was used after its end
         ├── CallMismatch           a Core ML function called by a wrong name or with wrong tensors
+        ├── RuntimeUnavailable     a Core ML runtime that this machine lacks, or that was refused
         └── UnknownOp              the emulator met an op that it does not know
 
 A message is one line: what, expected and got, what to do.
@@ -79,6 +80,10 @@ class UnitLost(UnitFailed):
 
 class CallMismatch(RuntimeFailure):
     """A Core ML function was called by a wrong name, or with missing, extra or wrong tensors."""
+
+
+class RuntimeUnavailable(RuntimeFailure):
+    """A Core ML runtime that cannot be had on this machine, or that failed its examination."""
 
 
 class Closed(RuntimeFailure):

@@ -15,7 +15,7 @@ because no step is in flight then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from ondevice.models.mil import MASKED
 from ondevice.records import NodeToken
 
 Array = npt.NDArray[Any]
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+"""Makes zeros of a shape and dtype, in memory that whoever runs the drafter likes best."""
 
 SINKS = 4
 """The oldest tokens are kept when the text outgrows the pool (Xiao et al. 2023, section 3)."""
@@ -74,8 +76,11 @@ class SlotPool:
     `window` is the first position seen beyond those, 0 while all are seen.
     """
 
-    def __init__(self, shape: CacheShape, contexts: Sequence[int]) -> None:
-        self._shape = shape
+    def __init__(
+        self, shape: CacheShape, contexts: Sequence[int], allocate: Allocate = np.zeros
+    ) -> None:
+        """allocate: makes each layer's buffers."""
+        self._shape, self._zeros = shape, allocate
         self._contexts = sorted(contexts)
         self._tokens: list[int] = []
         self._slots: list[int] = []  # of each committed position
@@ -111,7 +116,7 @@ class SlotPool:
 
     @property
     def buffers(self) -> Mapping[str, Array]:
-        """Inputs `k_i`, `v_i` of layer i, each (1, kv_heads, S, head_dim); views, never copies."""
+        """Inputs `k_i`, `v_i` of layer i, each (1, kv_heads, S, head_dim); the slots themselves."""
         return self._buffers
 
     def occupied(self) -> list[int]:
@@ -255,8 +260,9 @@ class SlotPool:
         check_finite("values", values[:, :, : len(rows)])
         new = [index for index, row in enumerate(rows) if not self._seated(row)]
         slots = [self._free.pop() for _ in new]
-        self._keys[:, :, slots] = keys[:, :, new]
-        self._values[:, :, slots] = values[:, :, new]
+        for layer in range(self._shape.layers):
+            self._keys[layer][0, :, slots] = keys[layer][:, new].swapaxes(0, 1)
+            self._values[layer][0, :, slots] = values[layer][:, new].swapaxes(0, 1)
         for index, slot in zip(new, slots, strict=True):
             row = rows[index]
             if row.node is None:
@@ -301,21 +307,21 @@ class SlotPool:
 
     def _allocate(self, context: int) -> None:
         shape = self._shape
-        size = (shape.layers, shape.kv_heads, context, shape.head_dim)
+        size = (1, shape.kv_heads, context, shape.head_dim)
         self._context = context
-        self._keys = np.zeros(size, shape.dtype)
-        self._values = np.zeros(size, shape.dtype)
+        self._keys = [self._zeros(size, shape.dtype) for _ in range(shape.layers)]
+        self._values = [self._zeros(size, shape.dtype) for _ in range(shape.layers)]
         self._text_mask = np.full(context, MASKED, shape.dtype)
         self._free = list(range(context))[::-1]
-        self._buffers = {f"k_{layer}": self._keys[layer][None] for layer in range(shape.layers)}
-        self._buffers |= {f"v_{layer}": self._values[layer][None] for layer in range(shape.layers)}
+        self._buffers = {f"k_{layer}": self._keys[layer] for layer in range(shape.layers)}
+        self._buffers |= {f"v_{layer}": self._values[layer] for layer in range(shape.layers)}
 
     def _move(self, context: int) -> None:
         """Copy what is used into the first slots of new buffers of `context` slots."""
-        keys, values, used = self._keys, self._values, sorted(self.occupied())
+        old, used = [*self._keys, *self._values], sorted(self.occupied())
         self._allocate(context)
-        self._keys[:, :, : len(used)] = keys[:, :, used]
-        self._values[:, :, : len(used)] = values[:, :, used]
+        for new, array in zip([*self._keys, *self._values], old, strict=True):
+            new[:, :, : len(used)] = array[:, :, used]
         moved = {slot: index for index, slot in enumerate(used)}
         self._slots = [moved.get(slot, _NONE) for slot in self._slots]
         self._nodes = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import tiny
+from applemac import mac  # noqa: F401  # a fixture
 
 from ondevice import blas
 from ondevice.calibration import Calibration

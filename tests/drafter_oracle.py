@@ -45,6 +45,9 @@ class NumpyRuntime:
         self.calls: list[str] = []
         self.closed = False
 
+    def buffer(self, spec: TensorSpec) -> Array:
+        return spec.empty()
+
     def predict(
         self, function: str, inputs: Mapping[str, Array], out: Mapping[str, Array] | None = None
     ) -> dict[str, Array]:

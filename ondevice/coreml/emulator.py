@@ -21,7 +21,7 @@ import numpy as np
 
 from ondevice.coreml.compiler import CompiledFunction, ConstantPool, compile_function
 from ondevice.coreml.package import Package
-from ondevice.coreml.runtime import Array, FunctionSignature, check_call
+from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call
 from ondevice.errors import CallMismatch, OnDeviceError, UnitFailed
 
 Precision = Literal["fp32", "fp16"]
@@ -63,6 +63,10 @@ class Emulator:
     def functions(self) -> Mapping[str, FunctionSignature]:
         """Signature of every function by name."""
         return self._functions
+
+    def buffer(self, spec: TensorSpec) -> Array:
+        """Ordinary memory: the ops read any."""
+        return spec.empty()
 
     def predict(
         self,

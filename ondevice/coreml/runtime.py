@@ -1,8 +1,9 @@
 """One protocol for everything that can run a Core ML function: emulator, PyObjC, a worker process.
 
-Buffers belong to the caller. A runtime reads the input arrays during `predict` and keeps no
-reference to them afterwards; it never writes to them. Outputs are fresh arrays, or are written into
-the caller's `out` arrays when it gives some.
+Buffers belong to the caller. A runtime reads the input arrays during `predict`, never later, and
+never writes to them; arrays of its own making (`buffer`) it may keep bound between calls. Outputs
+are arrays of the runtime that hold until its next `predict`, or are written into the caller's `out`
+arrays when it gives some.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class CoreMLRuntime(Protocol):
         """Signature of every function by name; the dtypes are those that cost no conversion."""
         ...
 
+    def buffer(self, spec: TensorSpec) -> Array:
+        """Zeros that `predict` takes as an input without copying them, where the runtime can."""
+        ...
+
     def predict(
         self,
         function: str,
@@ -60,8 +65,9 @@ class CoreMLRuntime(Protocol):
         """Run `function` once and return its outputs by name.
 
         inputs: every input of the signature, C order not required. out: buffers for some or all of
-        the outputs, returned in place of fresh arrays. Raises CallMismatch for an unknown function,
-        a missing or extra tensor, a wrong shape or dtype; UnitFailed when the run itself fails.
+        the outputs, returned in place of the runtime's own. Raises CallMismatch for an unknown
+        function, a missing or extra tensor, a wrong shape or dtype; UnitFailed when the run itself
+        fails.
         """
         ...
 

@@ -1,0 +1,1 @@
+"""Stand-in for the umbrella of the graphics frameworks."""
