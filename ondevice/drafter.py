@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ondevice.artifact import DrafterManifest, FunctionShape, RopeManifest
 from ondevice.coreml.runtime import CoreMLRuntime, FunctionSignature, TensorSpec
-from ondevice.drafterfolder import LoadedDrafter, RuntimeFactory, load_drafter
+from ondevice.drafterfolder import Functions, LoadedDrafter, RuntimeFactory, load_drafter
 from ondevice.errors import UnitFailed
 from ondevice.models.config import Llama3Scaling
 from ondevice.models.drafter_weights import CHUNK_ROWS
@@ -59,16 +59,18 @@ class CoreMLDrafter:
         }
         self._pools: dict[int, SlotPool] = {}
         self._handles = itertools.count()
+        self._idle: tuple[str, dict[str, Array]] | None = None
 
     @classmethod
     def open(
-        cls, folder: Path, verifier_folder: Path, runtime: RuntimeFactory | None = None
+        cls,
+        folder: Path,
+        verifier_folder: Path,
+        runtime: RuntimeFactory | None = None,
+        functions: Functions | None = None,
     ) -> Self:
-        """The drafter in `folder`, checked; see `load_drafter` for what it raises.
-
-        runtime: opens a package; the emulator in fp32 by default.
-        """
-        return cls(load_drafter(folder, verifier_folder, runtime))
+        """The drafter in `folder`, checked; see `load_drafter`."""
+        return cls(load_drafter(folder, verifier_folder, runtime, functions))
 
     @property
     def manifest(self) -> DrafterManifest:
@@ -156,6 +158,17 @@ class CoreMLDrafter:
     def truncate(self, session: int, length: int) -> None:
         """Forget all nodes and every committed token from `length` on."""
         self._pool(session).truncate(length)
+
+    def stay_awake(self) -> None:
+        """Run the smallest function on nothing, where hardware would fall asleep otherwise."""
+        if not self._runtime.sleeps:
+            return
+        if not self._idle:
+            signatures = self._runtime.functions
+            name = self._functions[min(self._functions)].name
+            buffers = {key: self._runtime.buffer(s) for key, s in signatures[name].inputs.items()}
+            self._idle = name, buffers
+        self._runtime.predict(*self._idle)
 
     def close(self) -> None:
         """Free the pools and the runtime."""
@@ -257,7 +270,7 @@ class _Function:
     def __init__(
         self, runtime: CoreMLRuntime, shape: FunctionShape, logit_rows: Sequence[int]
     ) -> None:
-        self._runtime, self._name = runtime, shape.name
+        self._runtime, self.name = runtime, shape.name
         self.rows, self._logit_rows = shape.rows, logit_rows
         self._signature = signature = runtime.functions[shape.name]
         self._own = {name: runtime.buffer(signature.inputs[name]) for name in _HOST_INPUTS}
@@ -286,7 +299,7 @@ class _Function:
     def predict(self, with_head: bool = False) -> tuple[Array, Array]:
         """Run on what was filled in; returns k_new and v_new, (L, KV, T, head_dim)."""
         out = self._head_buffers.parts if with_head else None
-        outputs = self._runtime.predict(self._name, self._inputs, out)
+        outputs = self._runtime.predict(self.name, self._inputs, out)
         return outputs["k_new"], outputs["v_new"]
 
     def head(self, columns: Sequence[int], vocabulary: RowTokens) -> Head:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from ondevice.artifact import (
     DRAFTER_EMBEDDING,
@@ -27,6 +28,33 @@ RuntimeFactory = Callable[[Path], CoreMLRuntime]
 
 
 @dataclass(frozen=True, slots=True)
+class Functions:
+    """Which of a drafter's functions are used: those of these row counts and contexts."""
+
+    row_counts: tuple[int, ...]
+    context_sizes: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, manifest: DrafterManifest) -> Self:
+        """Every function."""
+        return cls(tuple(manifest.row_counts), tuple(manifest.context_sizes))
+
+    def names(self, manifest: DrafterManifest) -> list[str]:
+        """Their names in the package."""
+        return [function.name for function in self.of(manifest).functions]
+
+    def of(self, manifest: DrafterManifest) -> DrafterManifest:
+        """The manifest of a drafter that has no others."""
+        kept = [
+            function
+            for function in manifest.functions
+            if function.rows in self.row_counts and function.context in self.context_sizes
+        ]
+        sizes = {"row_counts": list(self.row_counts), "context_sizes": list(self.context_sizes)}
+        return manifest.model_copy(update={"functions": kept, **sizes})
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedDrafter:
     """A drafter that matches its manifest and its verifier."""
 
@@ -36,12 +64,16 @@ class LoadedDrafter:
 
 
 def load_drafter(
-    folder: Path, verifier_folder: Path, open_runtime: RuntimeFactory | None = None
+    folder: Path,
+    verifier_folder: Path,
+    open_runtime: RuntimeFactory | None = None,
+    functions: Functions | None = None,
 ) -> LoadedDrafter:
     """Open the drafter in `folder` (manifest and package) for the verifier in `verifier_folder`.
 
-    open_runtime: opens the package at a path; the emulator in fp32 by default. Raises ArtifactError
-    when a hash, the tokenizer, the vocabulary or a function's shape is not what the manifest says.
+    open_runtime: opens the package at a path; the emulator in fp32 by default. functions: those to
+    use, None for all. Raises ArtifactError when a hash, the tokenizer, the vocabulary or a
+    function's shape is not what the manifest says.
     """
     manifest = DrafterManifest.read(folder / DRAFTER_FILE)
     verifier = VerifierManifest.read(verifier_folder / VERIFIER_FILE)
@@ -58,6 +90,8 @@ def load_drafter(
             f"{folder}: the embedding {manifest.embedding_tensor} has shape {embedding.shape}, "
             f"expected {expected}; convert the drafter again"
         )
+    if functions is not None:
+        manifest = functions.of(manifest)
     runtime = (open_runtime or _emulator)(folder / DRAFTER_PACKAGE)
     try:
         _check_functions(folder, manifest, runtime)

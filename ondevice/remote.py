@@ -8,42 +8,24 @@ one of 8 rows 1.07 and 1.08, against 1.11 and 1.18. A drafter step took 55 ms in
 adds 0.4 to 0.5 ms to it (0.03 an empty round trip, 0.06 packing and pickling, the rest cold
 caches), 0.5 s to the drafter's opening, which runs beside the verifier's, and 75 MiB to its 390.
 
-The two sides talk in pickles over a private socket pair that the child inherits; times need no
-translation, since the monotonic clock is the machine's. The child is started as a fresh
-interpreter, not by multiprocessing, which would import the user's script a second time.
+Times need no translation between the two sides, since the monotonic clock is the machine's.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from ondevice.errors import OnDeviceError, UnitFailed, UnitLost
+from ondevice.childprocess import ChildProcess, Ended, Parent, portable
+from ondevice.errors import OnDeviceError, UnitLost
 from ondevice.records import AcceptanceRule, DraftResult, DraftRow, NodeToken, Proposal
 from ondevice.sampling import Law, SamplingParams
-from ondevice.units import DrafterUnit, DraftRequest
-
-# sys.path comes first: neither this package nor the opener's module need be on the default one.
-_BOOT = (
-    "import sys; sys.path[:] = sys.argv[2:]; from ondevice.remote import serve; "
-    "serve(int(sys.argv[1]))"
-)
+from ondevice.units import DrafterUnit, DraftRequest, Sleepy
 
 _PICKLE = pickle.HIGHEST_PROTOCOL
-
-_END_SECONDS = 5.0
-"""How long a process may take to be gone once its pipe has closed or it was killed."""
 
 
 class _LawSpec(NamedTuple):
@@ -158,27 +140,13 @@ class ProcessDrafter:
         when the process ended, with what it said on stderr.
         """
         self._laws: dict[int, Law] = {}
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-        self._connection, theirs = Pipe()
-        with theirs:
-            self._process = self._start(theirs.fileno())
+        self._child = ChildProcess(__name__)
         try:
             self._send((open_unit, args))
             self.name, self.runtime_name = self._answer()
         except BaseException:
             self.close()
             raise
-
-    def _start(self, handle: int) -> subprocess.Popen[bytes]:
-        path = [entry for entry in sys.path if isinstance(entry, str)]
-        return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, str(handle), *path],
-            stdin=subprocess.PIPE,  # its end of file tells the child that this process is gone
-            stdout=self._output,
-            stderr=self._output,
-            pass_fds=[handle],
-            start_new_session=True,  # Ctrl-C in a terminal is for the parent alone
-        )
 
     def open_session(self) -> int:
         """A new, empty cache; returns its handle."""
@@ -210,115 +178,93 @@ class ProcessDrafter:
 
     def close(self) -> None:
         """End the process at once; it has nothing to save."""
-        self.kill()
-        self._connection.close()
-        self._output.close()
+        self._child.close()
 
     def kill(self) -> None:
         """End the process, whatever it does; a call under way raises UnitLost."""
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._child.kill()
 
     @property
     def process_id(self) -> int:
         """The operating system's number of the process."""
-        return self._process.pid
+        return self._child.process_id
 
     def _call(self, method: str, *args: object, stopped: Callable[[], bool] = lambda: False) -> Any:
         self._send((method, *args))
         return self._answer(stopped)
 
     def _send(self, message: object) -> None:
-        data = pickle.dumps(message, _PICKLE)
         try:
-            self._connection.send_bytes(data)
-        except OSError as error:
-            raise self._lost() from error
+            self._child.send(message)
+        except Ended as error:
+            raise _lost(error) from error
 
     def _answer(self, stopped: Callable[[], bool] = lambda: False) -> Any:
         while True:
             try:
-                kind, value = pickle.loads(self._connection.recv_bytes())
-            except (EOFError, OSError) as error:
-                raise self._lost() from error
+                kind, value = self._child.receive()
+            except Ended as error:
+                raise _lost(error) from error
             if kind == "error":
                 raise value
             if kind == "done":
                 return value
             self._send(stopped())
 
-    def _lost(self) -> UnitLost:
-        try:
-            status = self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            status = self._process.wait()
-        ended = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-        self._output.seek(0)
-        lines = self._output.read()[-2000:].decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return UnitLost(f"the drafter's process was ended {ended}" + (f": {last}" if last else ""))
+
+def _lost(error: Ended) -> UnitLost:
+    return UnitLost(f"the drafter's process {error}")
 
 
 # The child
 
+WAKE_SECONDS = 0.9
+"""How long a unit that falls asleep when it has nothing to do is left alone: the Neural Engine
+wants a second or less between calls (a call after 5 s took 260 ms more)."""
+AWAKE_SECONDS = 60.0
+"""How long after the last request it is kept awake."""
+
 
 def serve(handle: int) -> None:
     """The child's main program: open the unit, then do what is asked, until the pipe closes."""
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    connection = Connection(handle)
+    parent = Parent(handle)
+    open_unit, args = parent.receive()
     try:
-        open_unit, args = pickle.loads(connection.recv_bytes())
         unit = open_unit(*args)
     except Exception as error:
-        _reply(connection, "error", _portable(error))
+        parent.send(("error", portable(error, "the drafter")))
         return
-    _reply(connection, "done", (unit.name, unit.runtime_name))
-    server = _Server(unit, connection)
+    parent.send(("done", (unit.name, unit.runtime_name)))
+    server = _Server(unit, parent)
     while True:
+        _wait_awake(unit, parent)
         try:
-            message = connection.recv_bytes()
-        except (EOFError, OSError):
+            message = parent.receive()
+        except EOFError:
             return
         try:
-            answer = "done", server.do(*pickle.loads(message))
+            answer = "done", server.do(*message)
         except Exception as error:
-            answer = "error", _portable(error)
-        _reply(connection, *answer)
+            answer = "error", portable(error, "the drafter")
+        parent.send(answer)
 
 
-def _end_with_the_parent() -> None:
-    """Also in the middle of a step: the parent's end of stdin closes when it ends, however."""
-    while os.read(0, 1):
-        pass
-    os._exit(0)
-
-
-def _reply(connection: Connection, kind: str, value: object) -> None:
-    try:
-        connection.send_bytes(pickle.dumps((kind, value), _PICKLE))
-    except OSError:
-        os._exit(0)  # nobody listens any more
-
-
-def _portable(error: Exception) -> OnDeviceError:
-    """An error that pickles, with the traceback of this side as a note."""
-    named: OnDeviceError
-    if isinstance(error, OnDeviceError):
-        named = type(error)(str(error))
-    else:
-        named = UnitFailed(f"the drafter failed: {type(error).__name__}: {error}")
-    named.add_note("".join(traceback.format_exception(error)))
-    return named
+def _wait_awake(unit: DrafterUnit, parent: Parent) -> None:
+    """Wait for the parent; a unit that sleeps is woken meanwhile, on its own thread."""
+    if not isinstance(unit, Sleepy):
+        return
+    for _ in range(int(AWAKE_SECONDS / WAKE_SECONDS)):
+        if parent.asks(WAKE_SECONDS):
+            return
+        with suppress(OnDeviceError):  # who asks next will hear of it
+            unit.stay_awake()
 
 
 class _Server:
     """The unit, and what the parent need not say twice."""
 
-    def __init__(self, unit: DrafterUnit, connection: Connection) -> None:
-        self._unit, self._connection = unit, connection
+    def __init__(self, unit: DrafterUnit, parent: Parent) -> None:
+        self._unit, self._parent = unit, parent
         self._laws: dict[int, Law] = {}
 
     def do(self, method: str, *args: Any) -> Any:
@@ -338,6 +284,6 @@ class _Server:
         return _wire_result(self._unit.draft(wire.request(self._laws[wire.session])))
 
     def _stopped(self) -> bool:
-        _reply(self._connection, "stopped?", None)
-        answer: bool = pickle.loads(self._connection.recv_bytes())
+        self._parent.send(("stopped?", None))
+        answer: bool = self._parent.receive()
         return answer

@@ -122,6 +122,14 @@ class Killable(Protocol):
         """End it, from any thread; the call under way raises UnitLost. Again is harmless."""
 
 
+@runtime_checkable
+class Sleepy(Protocol):
+    """A unit on hardware that powers down when idle, and takes long to wake."""
+
+    def stay_awake(self) -> None:
+        """Use the hardware a little; called between requests, by the unit's own thread."""
+
+
 class DrafterUnit(Protocol):
     """A small model that proposes. It may be wrong, late or dead; the text stays the same.
 

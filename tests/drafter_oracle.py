@@ -27,6 +27,8 @@ class NumpyRuntime:
 
     name = "numpy"
 
+    sleeps = False
+
     def __init__(
         self, model: tiny.TinyModel, row_counts: Sequence[int], contexts: Sequence[int]
     ) -> None:

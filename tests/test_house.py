@@ -25,7 +25,10 @@ MAX_MEDIAN_FUNCTION_LINES = 12
 # a dot is a whole package. A new module of the runtime must be given its room here.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "errors": ({"errors"}, set()),
-    "files": ({"artifact", "verifierfolder", "home", "blas", "machine"}, {"errors"}),
+    "files": (
+        {"artifact", "verifierfolder", "home", "blas", "machine", "energy", "conditions"},
+        {"errors"},
+    ),
     "records": ({"records", "rows", "text", "prompt"}, {"errors"}),
     "tree": (
         {"tree", "sampling", "sampling_mlx", "units", "lane", "proposers"},
@@ -57,13 +60,17 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "converters": ({"converters."}, {"errors", "files", "coreml", "models"}),
     "units": (
         {
+            "childprocess",
             "drafter",
             "drafterfolder",
             "embeddings",
             "families",
             "mlxfolder",
             "plainrun",
+            "probe",
+            "probereport",
             "proposing",
+            "reference",
             "remote",
             "slots",
             "treecache",
@@ -72,7 +79,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "files", "records", "tree", "coreml", "models"},
     ),
     "engine": (
-        {"coststore", "engine", "session", "traces"},
+        {"coststore", "engine", "ladder", "session", "traces"},
         {
             "errors",
             "files",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ondevice.coreml.ops import CONSTEXPR, RULES
-from ondevice.coreml.ops.base import Kernel, Lowered, Operands, array_dtype
+from ondevice.coreml.ops.base import Kernel, Lowered, Operands, Rule, array_dtype
 from ondevice.coreml.package import Argument, Constant, Function, Op, TensorType, Value
 from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec
 from ondevice.errors import RuntimeFailure, UnknownOp
@@ -171,17 +171,22 @@ class CompiledFunction:
         return outputs
 
 
-def compile_function(function: Function, pool: ConstantPool, half: bool) -> CompiledFunction:
+def compile_function(
+    function: Function, pool: ConstantPool, half: bool, rules: Mapping[str, Rule] = RULES
+) -> CompiledFunction:
     """Compile `function`; half: round every op's output to half precision where it is fp16.
 
-    Raises UnknownOp for an op, or a use of one, that the emulator does not know.
+    rules: what an op becomes, numpy's by default. Raises UnknownOp for an op, or a use of one, that
+    they do not know.
     """
-    return _Compiler(function, pool, half).compile()
+    return _Compiler(function, pool, half, rules).compile()
 
 
 class _Compiler:
-    def __init__(self, function: Function, pool: ConstantPool, half: bool) -> None:
-        self._function = function
+    def __init__(
+        self, function: Function, pool: ConstantPool, half: bool, rules: Mapping[str, Rule]
+    ) -> None:
+        self._function, self._rules = function, rules
         self._pool = pool
         self._half = half
         self._known: dict[str, Known] = {}
@@ -227,7 +232,7 @@ class _Compiler:
             self._known[op.outputs[0].name] = self._argument_value(op.inputs["val"][0])
         elif op.type in CONSTEXPR:
             self._known[op.outputs[0].name] = self._decompress(op)
-        elif op.type in RULES:
+        elif op.type in self._rules:
             self._bind(op)
         else:
             raise UnknownOp(
@@ -285,12 +290,12 @@ class _Compiler:
             )
             for name, given in op.inputs.items()
         }
-        return RULES[op.type].lower(Operands(op, self._function.name, values, types))
+        return self._rules[op.type].lower(Operands(op, self._function.name, values, types))
 
     def _rounded(self, op: Op, kernel: Kernel) -> Kernel:
         """`kernel` with its fp16 results rounded, where rounding can change them."""
         half = [output.type.dtype == "fp16" for output in op.outputs]
-        if not self._half or RULES[op.type].moves or not any(half):
+        if not self._half or self._rules[op.type].moves or not any(half):
             return kernel
         if len(half) > 1:
             raise AssertionError(f"{op.type}: only ops that move elements have several results")

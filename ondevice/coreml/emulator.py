@@ -32,6 +32,8 @@ _FLOAT32, _FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 class Emulator:
     """A CoreMLRuntime that needs no Mac; one caller at a time, from any thread."""
 
+    sleeps = False
+
     def __init__(self, package: Package, precision: Precision = "fp32") -> None:
         """Compile every function of `package`; raises UnknownOp, ArtifactError."""
         if precision not in ("fp32", "fp16"):

@@ -24,7 +24,7 @@ from ondevice.errors import CallMismatch, UnitFailed, UnknownOp
 class PyObjCRuntime:
     """A CoreMLRuntime on Apple's own; one thread opens, uses and closes it."""
 
-    name = "pyobjc"
+    name, sleeps = "pyobjc", True
 
     def __init__(
         self, package: Package, compiled: Path, functions: Collection[str] | None = None

@@ -48,6 +48,11 @@ class CoreMLRuntime(Protocol):
         ...
 
     @property
+    def sleeps(self) -> bool:
+        """Whether its hardware powers down when idle and takes long to wake (Neural Engine)."""
+        ...
+
+    @property
     def functions(self) -> Mapping[str, FunctionSignature]:
         """Signature of every function by name; the dtypes are those that cost no conversion."""
         ...
