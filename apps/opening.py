@@ -54,11 +54,5 @@ def placement(engine: Engine) -> list[str]:
     import mlx.core as mx
 
     device = "GPU" if mx.default_device().type == mx.gpu else "CPU"
-    drafter = engine.drafter_runtime
-    if drafter is None:
-        drafted = f"none ({engine.model.no_drafter})"
-    elif drafter.startswith("emulator"):
-        drafted = f"emulated Core ML ({drafter}) on this machine's CPU"
-    else:
-        drafted = f"Core ML ({drafter})"
+    drafted = engine.drafter_place or f"none ({engine.model.no_drafter})"
     return [f"drafter: {drafted}", f"verifier: MLX on {device}"]

@@ -8,9 +8,11 @@ with Engine.open("smollm2") as engine, engine.session() as session:
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,6 +23,7 @@ from ondevice.costs import ASSUMED, CostModel, CostTable
 from ondevice.deadline import Deadline
 from ondevice.drafters import Drafters
 from ondevice.driver import Driver
+from ondevice.energy import open_meter
 from ondevice.errors import (
     ArtifactError,
     BadCheckpoint,
@@ -31,6 +34,7 @@ from ondevice.errors import (
 )
 from ondevice.models.pairs import default_pair
 from ondevice.policy import Experience
+from ondevice.power import Power
 from ondevice.prompt import Prompt
 from ondevice.session import Answer, Model, Options, Session
 from ondevice.units import DrafterUnit, VerifierUnit
@@ -41,6 +45,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from ondevice.coststore import CostRecord
+    from ondevice.ladder import Choice
+
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -68,6 +76,8 @@ class Engine:
         self.cost_trouble = ""
         """Why the costs, or a part of them, are assumed although they should be known."""
         self._folder: Path | None = None
+        self._chosen: list[Choice] = []
+        self._power = Power()
         self._sessions: set[Session] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -116,7 +126,7 @@ class Engine:
         blas.prepare()
         # Not first on the verifier's thread: only then does MLX free what it compiles on this one
         # (a later conversion's parity check, say) before the interpreter is gone; else a segfault.
-        import mlx.core  # noqa: F401
+        import mlx.core
 
         from ondevice.converters.tokenizer import tokenizer_digest
 
@@ -135,12 +145,16 @@ class Engine:
 
             return MLXVerifier.open(verifier_folder)
 
+        chosen: list[Choice] = []
+
         def open_drafter() -> DrafterUnit:
-            from ondevice.drafter import CoreMLDrafter
-            from ondevice.remote import ProcessDrafter
+            from ondevice.ladder import choose, open_process
 
             drafter_folder = folder / (pair.drafter or "")
-            return ProcessDrafter(CoreMLDrafter.open, drafter_folder, verifier_folder)
+            if not chosen:
+                with _examining(quiet) as say:
+                    chosen.append(choose(drafter_folder, verifier_folder, say=say))
+            return open_process(drafter_folder, verifier_folder, chosen[0])
 
         engine = cls(
             tokenizer,
@@ -148,7 +162,10 @@ class Engine:
             open_verifier,
             open_drafter if pair.drafter else None,
         )
-        engine._folder = folder
+        engine._folder, engine._chosen = folder, chosen
+        on_gpu = mlx.core.default_device().type == mlx.core.gpu
+        on_ane = bool(chosen) and chosen[0].kind in ("pyobjc", "coremltools")
+        engine._power = Power(open_meter(), "gpu" if on_gpu else "cpu", "ane" if on_ane else None)
         if measure:
             engine.measure_costs(quiet=quiet)
         return engine
@@ -163,6 +180,7 @@ class Engine:
         """
         if self._folder is None:
             return
+        self._power.meter.know_idle()
         from ondevice.coststore import costs_of
 
         drafter = self._drafters.current() if self._drafters is not None else None
@@ -187,6 +205,12 @@ class Engine:
             return None
         return self._drafters.first.opened().runtime_name
 
+    @property
+    def drafter_place(self) -> str | None:
+        """Where the drafter runs and why there, a line for people; None without a drafter."""
+        runtime = self.drafter_runtime
+        return self._chosen[0].line if runtime and self._chosen else runtime
+
     def session(self, *, system: str | None = None) -> Session:
         """A new conversation with caches of its own; `system` is its first message.
 
@@ -201,7 +225,7 @@ class Engine:
             if self._verifier.lost is not None:
                 raise Closed(f"this engine is closed; open another one: {self._verifier.lost}")
             driver = Driver(self._verifier, self._drafters, self._experience.copy())
-            session = Session(self.model, driver, system, self._forget, self._remember)
+            session = Session(self.model, driver, system, self._forget, self._remember, self._power)
             self._sessions.add(session)
         return session
 
@@ -256,6 +280,23 @@ def _close(verifier: UnitWorker[VerifierUnit], drafters: Drafters | None) -> Non
     if drafters is not None:
         drafters.close()
     verifier.close()
+
+
+@contextmanager
+def _examining(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """What a drafter's examination says goes to stderr, once it says something."""
+    from ondevice.converters.progress import Reporter
+
+    reporter, said = Reporter(quiet), False
+
+    def say(line: str) -> None:
+        nonlocal said
+        if not said:
+            reporter.say("Examining the drafter on this Mac, once; this may take some minutes")
+            said = True
+        log.debug("%s", line)
+
+    yield say
 
 
 def _end_drafters(drafters: Drafters | None, _: UnitLost) -> None:

@@ -47,7 +47,7 @@ class Choice:
     def line(self) -> str:
         """For the chat: which, and why not a better one."""
         if self.kind == "emulator":
-            return "emulated Core ML on this machine's CPU"
+            return "emulated Core ML (emulator-fp32) on this machine's CPU"
         *refused, chosen = self.reports
         share = chosen.ane_share
         place = _PLACES[self.kind]

@@ -14,6 +14,7 @@ from ondevice.acceptance import MOST_CHILDREN
 from ondevice.driver import Driver
 from ondevice.errors import BadRequest, ContextOverflow
 from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Experience, Schedule, Sizes, Strategy
+from ondevice.power import Power
 from ondevice.prompt import Message, Prompt, PromptReader
 from ondevice.records import (
     AcceptanceRule,
@@ -140,8 +141,10 @@ class Session:
         system: str | None = None,
         on_close: Callable[[Session], None] = lambda _: None,
         on_answer: Callable[[Session], None] = lambda _: None,
+        power: Power | None = None,
     ) -> None:
         """Made by `Engine.session`."""
+        self._power = power or Power()
         self.messages: list[Message] = []
         self._model = model
         self._reader = PromptReader(model.tokenizer, model.vocab_size)
@@ -254,7 +257,7 @@ class Session:
         limits = AnswerLimits(min(options.max_tokens, room), text.feed)
         emitted: list[EmittedToken] = []
         tally = Tally(schedule.strategy, len(tokens), time.monotonic_ns())
-        stop = Stop("cancelled")
+        stop, window = Stop("cancelled"), self._power.meter.begin()
         try:
             with closing(self._driver.answer(tokens, limits, schedule, law, cancelled)) as commands:
                 for command in commands:
@@ -266,6 +269,7 @@ class Session:
                         yield Piece(text.take(), command.tokens, record=command.record)
         finally:
             text.finish()
+            energy = window.end(self._power.busy_ms(tally))
             # An answer that was stopped before its first word leaves the conversation as it was.
             if messages and (text.text or stop.reason in ("stop", "length")):
                 self.messages = [*messages, Message(role="assistant", content=text.text)]
@@ -273,6 +277,7 @@ class Session:
             raise stop.error
         rest = text.take()
         stats = tally.summary(self._reason(reason, schedule, tally), law.seed)
+        stats = self._power.added(stats, energy)
         self._on_answer(self)
         ids = tuple(token.token for token in emitted)
         yield Piece(rest, (), Answer(text.text, ids, stop.reason, tuple(emitted), stats))

@@ -35,15 +35,17 @@ class Statistics:
     verifier_busy: float | None
     drafter_window: int
     seed: int
-    energy_mj: dict[str, float] | None
-    energy_reason: str | None
+    energy_mj: dict[str, float | None] | None = None
+    energy_reason: str | None = None
+    energy_idle_mw: dict[str, float] | None = None
+    energy_per_token_mj: dict[str, float] | None = None
+    energy_rejected_drafts_mj: float | None = None
+    thermal_state: str | None = None
+    low_power_mode: bool | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values under the contract's names."""
         return asdict(self)
-
-
-NO_ENERGY = "this version reads no energy counter"
 
 
 @dataclass(slots=True)
@@ -118,8 +120,6 @@ class Tally:
             verifier_busy=self._share(self.verifier_ns),
             drafter_window=self.window,
             seed=seed,
-            energy_mj=None,
-            energy_reason=NO_ENERGY,
         )
 
     @property

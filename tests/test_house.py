@@ -79,7 +79,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "files", "records", "tree", "coreml", "models"},
     ),
     "engine": (
-        {"coststore", "engine", "ladder", "session", "traces"},
+        {"coststore", "engine", "ladder", "power", "session", "traces"},
         {
             "errors",
             "files",

@@ -1,4 +1,4 @@
-"""The examination of a drafter on a Mac, in its process, on the stand-ins: what it finds and says."""
+"""The examination of a drafter on a Mac, in its process, on stand-ins: what it finds and says."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_elsewhere_it_is_the_emulator(drafter, verifier, monkeypatch):
     monkeypatch.setattr(ladder, "this_machine", lambda: Machine("x", 2, 2, 0, "Linux", False))
     choice = choose(drafter, verifier)
     assert choice == Choice("emulator")
-    assert choice.line == "emulated Core ML on this machine's CPU"
+    assert choice.line == "emulated Core ML (emulator-fp32) on this machine's CPU"
     assert open_chosen(drafter, verifier, choice).runtime_name == "emulator-fp32"
 
 

@@ -1,0 +1,40 @@
+"""What slows a Mac down without anybody's doing: heat, and low-power mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+THERMAL_STATES = ("nominal", "fair", "serious", "critical")
+"""NSProcessInfoThermalState, from 0 on; from "serious" on the machine is slowed down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """thermal_state: one of THERMAL_STATES. Both None where the system does not say."""
+
+    thermal_state: str | None = None
+    low_power_mode: bool | None = None
+
+    @property
+    def slowed(self) -> str:
+        """Why figures taken now say less than they should; "" when nothing is wrong."""
+        reasons = []
+        if self.thermal_state in THERMAL_STATES[2:]:
+            reasons.append(
+                f"the machine is slowed down by heat (thermal state {self.thermal_state})"
+            )
+        if self.low_power_mode:
+            reasons.append("low-power mode is on")
+        return "; ".join(reasons)
+
+
+def conditions_now() -> Conditions:
+    """As macOS reports them through Foundation; nothing known elsewhere or without PyObjC."""
+    try:
+        from Foundation import NSProcessInfo
+    except ImportError:
+        return Conditions()
+    info = NSProcessInfo.processInfo()
+    state = int(info.thermalState())
+    named = THERMAL_STATES[state] if 0 <= state < len(THERMAL_STATES) else str(state)
+    return Conditions(named, bool(info.isLowPowerModeEnabled()))
