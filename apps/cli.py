@@ -314,6 +314,10 @@ def doctor(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure the pair on this machine again.")
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a text to paste: no names, no paths."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -321,4 +325,4 @@ def doctor(
     with reported(debug):
         from ondevice.apps import doctor as command
 
-        command.run(command.Request(pair, calibrate, json))
+        command.run(command.Request(pair, calibrate, json, report))

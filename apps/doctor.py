@@ -5,40 +5,53 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ondevice import blas
+from ondevice import blas, ladder
 from ondevice.apps.artifacts import locate
 from ondevice.apps.costtable import cost_tables, speculation_lines
+from ondevice.apps.findings import (
+    Counters,
+    RuntimeState,
+    installed,
+    look_at_counters,
+    runtimes_of,
+    verdict_parts,
+    write_report,
+)
 from ondevice.apps.inspect import print_rows
 from ondevice.apps.opening import open_engine
 from ondevice.apps.terminal import results
-from ondevice.artifact import PAIR_FILE
+from ondevice.artifact import PAIR_FILE, PairManifest
 from ondevice.blas import BlasReport
+from ondevice.conditions import Conditions, conditions_now
 from ondevice.coststore import CostRecord, stored_for
 from ondevice.home import HOME_VARIABLE, home_folder, pairs_folder
 from ondevice.machine import Machine, this_machine
 from ondevice.models.pairs import pair_names
+from ondevice.probereport import ProbeReport
 
 PACKAGES = ("ondevice", "mlx", "mlx-lm", "coremltools", "numpy", "transformers")
-CORE_ML_RUNTIMES = ("emulator",)
-"""What this version can run a drafter with."""
+MAC_PACKAGES = ("pyobjc-core", "pyobjc-framework-CoreML", "zeus-apple-silicon")
 ROOM_BYTES = 2_000_000_000
 """Free disk below which a conversion may fail; the default pair needs half of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asked for. calibrate: measure the pair again."""
+    """What the command line asked for.
+
+    calibrate: examine and measure the pair again. report: where to write a text to paste.
+    """
 
     pair: str
     calibrate: bool = False
     as_json: bool = False
+    report: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,7 @@ class Examination:
     """What was found. folder: of the pair, None when it has not been converted.
 
     record: the pair's measured costs; trouble: why there are none although they were asked for.
+    verdicts: what examinations of the pair's drafter found on this Mac.
     """
 
     machine: Machine
@@ -58,11 +72,17 @@ class Examination:
     folder: Path | None
     record: CostRecord | None
     trouble: str = ""
+    runtimes: tuple[RuntimeState, ...] = (RuntimeState("emulator"),)
+    counters: Counters = field(default_factory=Counters)
+    conditions: Conditions = field(default_factory=Conditions)
+    verdicts: tuple[ProbeReport, ...] = ()
 
 
 def run(request: Request) -> None:
     """Examine and print. Raises UserError for a pair that is none, or is damaged."""
     found = examine(request)
+    if request.report is not None:
+        write_report(request.report, lambda console: print_examination(found, console))
     if request.as_json:
         print(json.dumps(as_json(found)), flush=True)
     else:
@@ -80,14 +100,15 @@ def examine(request: Request) -> Examination:
         record = None if folder is None else stored_for(folder)
     import mlx.core as mx
 
-    home = home_folder()
+    home, machine = home_folder(), this_machine()
+    packages = (*PACKAGES, *MAC_PACKAGES) if machine.apple_silicon else PACKAGES
     return Examination(
-        machine=this_machine(),
+        machine=machine,
         blas=report,
         device="GPU" if mx.default_device().type == mx.gpu else "CPU",
         versions={
             "python": platform.python_version(),
-            **{name: version(name) for name in PACKAGES},
+            **{name: installed(name) for name in packages},
         },
         home=home,
         free_bytes=shutil.disk_usage(_existing(home)).free,
@@ -95,10 +116,25 @@ def examine(request: Request) -> Examination:
         folder=folder,
         record=record,
         trouble=trouble,
+        runtimes=tuple(runtimes_of(machine)),
+        counters=look_at_counters(),
+        conditions=conditions_now(),
+        verdicts=_verdicts(folder) if machine.apple_silicon else (),
     )
 
 
+def _verdicts(folder: Path | None) -> tuple[ProbeReport, ...]:
+    if folder is None:
+        return ()
+    drafter = PairManifest.read(folder / PAIR_FILE).drafter
+    return () if drafter is None else tuple(ladder.known(folder / drafter))
+
+
 def _measured(pair: str) -> tuple[Path, CostRecord | None, str]:
+    folder = _pair_folder(pair)
+    drafter = None if folder is None else PairManifest.read(folder / PAIR_FILE).drafter
+    if folder is not None and drafter is not None:
+        ladder.forget(folder / drafter)
     with open_engine(pair, measure=False) as engine:
         engine.measure_costs(again=True)
         return locate(pair), engine.cost_record, engine.cost_trouble
@@ -121,8 +157,8 @@ def meaning(found: Examination) -> list[str]:
     lines = []
     if machine.apple_silicon:
         lines.append(
-            "The verifier runs on the GPU. Drafters run in this version's own emulator of Core ML, "
-            "on the CPU."
+            "The verifier runs on the GPU, through MLX. A drafter runs on the Neural Engine, if it "
+            "passes an examination there when its pair is first opened; else on the GPU."
         )
     else:
         lines.append(
@@ -141,7 +177,40 @@ def meaning(found: Examination) -> list[str]:
             f"The cache folder has {found.free_bytes / 1e9:.1f} GB free, too little to convert "
             f"most pairs: free space there, or set {HOME_VARIABLE} to another disk."
         )
+    if found.conditions.slowed:
+        lines.append(f"Speeds are lower than this machine's: {found.conditions.slowed}.")
     return lines
+
+
+def missing(found: Examination) -> list[tuple[str, str]]:
+    """What is not there, and the command that mends it ("" when none does)."""
+    lacks = [(state.trouble, state.remedy) for state in found.runtimes if state.trouble]
+    if found.blas.needed and not found.blas.fast:
+        lacks.append(("a fast BLAS for MLX", "apt-get install libopenblas0-pthread"))
+    if found.counters.trouble:
+        lacks.append((found.counters.trouble, found.counters.remedy))
+    if found.folder is None:
+        lacks.append((f"the pair {found.pair}, not converted", f"ondevice chat {found.pair}"))
+    elif found.record is None:
+        what = "what the pair's steps take here"
+        lacks.append((what, f"ondevice doctor {found.pair} --calibrate"))
+    if found.folder is not None and found.machine.apple_silicon and not found.verdicts:
+        what = "an examination of the pair's drafter on this Mac"
+        lacks.append((what, f"ondevice doctor {found.pair} --calibrate"))
+    return lacks
+
+
+def placement_rows(found: Examination) -> list[tuple[str, str]]:
+    """Where the pair's parts run, as far as that was found out."""
+    rows = [("verifier", f"MLX on the {found.device}")]
+    if not found.machine.apple_silicon:
+        return [*rows, ("drafter", "emulated Core ML on the CPU")]
+    for report in found.verdicts:
+        if not report.accepted:
+            rows.append((report.runtime, f"refused: {report.reason}"))
+            continue
+        rows.append((report.runtime, "; ".join(verdict_parts(report))))
+    return rows
 
 
 def pair_lines(found: Examination) -> list[str]:
@@ -184,13 +253,19 @@ def as_json(found: Examination) -> dict[str, Any]:
         "versions": found.versions,
         "mlx_device": found.device,
         "blas": {**asdict(found.blas), "fast": found.blas.fast},
-        "core_ml_runtimes": list(CORE_ML_RUNTIMES),
+        "core_ml_runtimes": [each.name for each in found.runtimes if not each.trouble],
+        "runtimes": [asdict(each) for each in found.runtimes],
+        "energy_counters": asdict(found.counters),
+        "conditions": asdict(found.conditions),
+        "missing": [{"what": what, "mend": mend or None} for what, mend in missing(found)],
         "home": {"path": str(found.home), "free_bytes": found.free_bytes},
         "meaning": meaning(found),
         "pair": {
             "name": found.pair,
             "path": None if found.folder is None else str(found.folder),
             "costs": None if record is None else record.model_dump(mode="json"),
+            "placement": dict(placement_rows(found)),
+            "examinations": [report.model_dump(mode="json") for report in found.verdicts],
             "meaning": pair_lines(found),
         },
     }
@@ -211,13 +286,22 @@ def print_examination(found: Examination, console: Console) -> None:
             ("system", machine.system),
             ("cache folder", f"{found.home}, {found.free_bytes / 1e9:.1f} GB free on its disk"),
             ("MLX", f"on the {found.device}"),
-            ("Core ML", ", ".join(CORE_ML_RUNTIMES)),
+            ("Neural Engine", "present" if machine.apple_silicon else "none"),
+            ("Core ML", "; ".join(map(str, found.runtimes))),
+            ("energy", str(found.counters)),
+            *_condition_rows(found.conditions),
         ],
     )
     console.print()
     print_rows(console, "software", list(found.versions.items()))
     console.print()
     _print_lines(console, "what that means", meaning(found))
+    console.print()
+    if lacks := missing(found):
+        rows = [("-", f"{what}: {mend}" if mend else what) for what, mend in lacks]
+        print_rows(console, "what is missing, and what mends it", rows)
+        console.print()
+    print_rows(console, f"where {found.pair} runs", placement_rows(found))
     console.print()
     title = f"pair {found.pair}"
     if found.record is not None:
@@ -230,6 +314,13 @@ def print_examination(found: Examination, console: Console) -> None:
             console.print()
     for line in pair_lines(found):
         console.print(line)
+
+
+def _condition_rows(conditions: Conditions) -> list[tuple[str, str]]:
+    if conditions.thermal_state is None:
+        return []
+    mode = "on" if conditions.low_power_mode else "off"
+    return [("heat", f"{conditions.thermal_state}; low-power mode {mode}")]
 
 
 def _print_lines(console: Console, title: str, lines: list[str]) -> None:

@@ -90,6 +90,12 @@ def known(folder: Path) -> list[ProbeReport]:
     return [report for kind in RUNGS if (report := _stored(_verdict_path(folder, kind)))]
 
 
+def forget(folder: Path) -> None:
+    """Let the drafter in `folder` be examined again on this machine."""
+    for kind in RUNGS:
+        _verdict_path(folder, kind).unlink(missing_ok=True)
+
+
 def open_chosen(folder: Path, verifier_folder: Path, choice: Choice) -> CoreMLDrafter:
     """The drafter in `folder` on what was chosen, with the functions worth loading."""
     if choice.kind == "emulator":

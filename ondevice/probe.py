@@ -22,6 +22,7 @@ import numpy as np
 
 from ondevice.artifact import DRAFTER_FILE, DRAFTER_PACKAGE, DrafterManifest
 from ondevice.childprocess import ChildProcess, Ended, Parent
+from ondevice.conditions import conditions_now
 from ondevice.coreml.package import Package
 from ondevice.coreml.runtime import Array, CoreMLRuntime
 from ondevice.coreml.toolsruntime import MOST_CACHE_BYTES
@@ -226,6 +227,8 @@ class _Examination:
                 raise RuntimeUnavailable(f"step {number} of {name} gave values that are not finite")
         self._note(soak_calls=SOAK_CALLS)
         self.say("timing steps")
+        now = conditions_now()
+        self._note(thermal_state=now.thermal_state, low_power_mode=now.low_power_mode)
         alone = _step_ms(runtime, calls)
         self._note(step_ms=alone, row_counts=_worth_loading(functions.row_counts, alone))
         self.say("timing steps beside MLX")

@@ -23,7 +23,8 @@ class ProbeReport(Manifest):
 
     load_s: compiling and loading. agreement, max_error: over `positions` of the same inputs in the
     emulator. step_ms, beside_ms: by rows, alone and while MLX works. bind_ms: to bind a session's
-    buffers. row_counts, context_sizes: of the functions worth loading.
+    buffers. thermal_state, low_power_mode: while it was timed. row_counts, context_sizes: of the
+    functions worth loading.
     """
 
     format: Literal["ondevice-probe-1"] = "ondevice-probe-1"
@@ -39,6 +40,8 @@ class ProbeReport(Manifest):
     beside_ms: dict[int, float] = Field(default_factory=dict)
     bind_ms: float | None = None
     ignored_backings: int = 0
+    thermal_state: str | None = None
+    low_power_mode: bool | None = None
     row_counts: list[int] = Field(default_factory=list)
     context_sizes: list[int] = Field(default_factory=list)
 

@@ -13,7 +13,15 @@ import pytest
 from ondevice.home import HOME_VARIABLE
 
 STANDINS = Path(__file__).parent / "mac"
-MODULES = ("objc", "Foundation", "CoreML", "Quartz", "standin", "zeus_apple_silicon")
+MODULES = (
+    "objc",
+    "Foundation",
+    "CoreML",
+    "Quartz",
+    "standin",
+    "toolsbinding",
+    "zeus_apple_silicon",
+)
 
 
 class AppleMac:
