@@ -183,11 +183,11 @@ def meaning(found: Examination) -> list[str]:
 
 
 def missing(found: Examination) -> list[tuple[str, str]]:
-    """What is not there, and the command that mends it ("" when none does)."""
+    """What is not there, and the command that mends it."""
     lacks = [(state.trouble, state.remedy) for state in found.runtimes if state.trouble]
     if found.blas.needed and not found.blas.fast:
         lacks.append(("a fast BLAS for MLX", "apt-get install libopenblas0-pthread"))
-    if found.counters.trouble:
+    if found.counters.remedy:
         lacks.append((found.counters.trouble, found.counters.remedy))
     if found.folder is None:
         lacks.append((f"the pair {found.pair}, not converted", f"ondevice chat {found.pair}"))
@@ -257,7 +257,7 @@ def as_json(found: Examination) -> dict[str, Any]:
         "runtimes": [asdict(each) for each in found.runtimes],
         "energy_counters": asdict(found.counters),
         "conditions": asdict(found.conditions),
-        "missing": [{"what": what, "mend": mend or None} for what, mend in missing(found)],
+        "missing": [{"what": what, "mend": mend} for what, mend in missing(found)],
         "home": {"path": str(found.home), "free_bytes": found.free_bytes},
         "meaning": meaning(found),
         "pair": {
@@ -298,7 +298,7 @@ def print_examination(found: Examination, console: Console) -> None:
     _print_lines(console, "what that means", meaning(found))
     console.print()
     if lacks := missing(found):
-        rows = [("-", f"{what}: {mend}" if mend else what) for what, mend in lacks]
+        rows = [("-", f"{what}: {mend}") for what, mend in lacks]
         print_rows(console, "what is missing, and what mends it", rows)
         console.print()
     print_rows(console, f"where {found.pair} runs", placement_rows(found))

@@ -106,8 +106,7 @@ def look_at_counters() -> Counters:
     """Read them while MLX works for a moment: a dead counter shows itself."""
     meter = open_meter()
     if meter.name is None:
-        trouble, _, remedy = meter.reason.partition(": pip install")
-        return Counters(trouble=trouble, remedy=f"pip install{remedy}" if remedy else "")
+        return Counters(trouble=meter.reason, remedy=meter.remedy)
     window, worked_ms = meter.begin(), _mlx_works()
     use = window.end({"gpu": worked_ms})
     if use.rails_mj is None:
@@ -167,7 +166,7 @@ def write_report(path: Path, page: Callable[[Console], None]) -> None:
 
 def anonymous(text: str) -> str:
     """The text without paths, this user's name and this machine's."""
-    text = re.sub(r"(?<![\w:/])~?(?:/[\w.@+~=-]+){2,}/?", "(a path)", text)
+    text = re.sub(r"(?<![\w:/])~?(?!/sys/)(?:/[\w.@+~=-]+){2,}/?", "(a path)", text)
     names = {platform.node(), Path.home().name}
     with suppress(KeyError, OSError):
         names.add(getpass.getuser())

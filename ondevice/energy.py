@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -76,9 +75,9 @@ class EnergyUse:
 class Meter:
     """Opens windows on this machine's counters; any thread, any number at once."""
 
-    def __init__(self, source: Source | None, reason: str = "") -> None:
-        """reason: why there is no source."""
-        self._source, self._reason = source, reason
+    def __init__(self, source: Source | None, reason: str = "", remedy: str = "") -> None:
+        """reason: why there is no source. remedy: the command that brings one, "" for none."""
+        self._source, self._reason, self.remedy = source, reason, remedy
         self._labels = itertools.count()
         self._lock = threading.Lock()
         self.idle_mw: dict[str, float] | None = None
@@ -170,7 +169,8 @@ class Window:
         """Close it. busy_ms: how long the unit behind each rail worked meanwhile."""
         rails = self.meter._end(self.label)
         if rails is None:
-            return EnergyUse(None, self.meter.reason)
+            remedy = f": {self.meter.remedy}" if self.meter.remedy else ""
+            return EnergyUse(None, self.meter.reason + remedy)
         seconds = time.monotonic() - self.begun
         if seconds * 1e3 < LEAST_MS:
             return EnergyUse(None, f"the answer took less than {LEAST_MS:.0f} ms")
@@ -197,13 +197,18 @@ def _believed(rail: str, mj: float | None, busy_ms: float) -> tuple[float | None
 def open_meter() -> Meter:
     """The counters of this machine, or the reason why there are none."""
     try:
-        return Meter(AppleCounters() if sys.platform == "darwin" else RaplCounters(RAPL))
+        apple = this_machine().apple_silicon
+        return Meter(AppleCounters() if apple else RaplCounters(RAPL))
     except Unreadable as error:
-        return Meter(None, str(error))
+        return Meter(None, str(error), error.remedy)
 
 
 class Unreadable(Exception):
-    """There are no counters to read; the message says why, and what helps."""
+    """There are no counters to read; the message says why, remedy is the command that helps."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 class AppleCounters:
@@ -217,7 +222,7 @@ class AppleCounters:
             from zeus_apple_silicon import AppleEnergyMonitor
         except ImportError as error:
             raise Unreadable(
-                f"no energy counters ({error}): pip install zeus-apple-silicon"
+                f"no energy counters ({error})", "pip install zeus-apple-silicon"
             ) from error
         try:
             self._monitor: Any = AppleEnergyMonitor()
@@ -255,8 +260,8 @@ class RaplCounters:
             self._read()
         except OSError as error:
             raise Unreadable(
-                f"no energy counters: RAPL cannot be read ({error.strerror}); on most systems "
-                "only root may"
+                f"no energy counters: RAPL cannot be read ({error.strerror})",
+                f"sudo chmod a+r {root}/intel-rapl:*/energy_uj",
             ) from error
 
     def begin(self, label: str) -> None:

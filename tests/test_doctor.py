@@ -13,12 +13,23 @@ from rich.console import Console
 
 from ondevice.apps import doctor
 from ondevice.apps.costtable import speculation_lines
-from ondevice.apps.doctor import Examination, meaning, pair_lines, print_examination
+from ondevice.apps.doctor import (
+    Examination,
+    as_json,
+    meaning,
+    missing,
+    pair_lines,
+    placement_rows,
+    print_examination,
+)
+from ondevice.apps.findings import Counters, anonymous, look_at_counters, runtimes_of
 from ondevice.blas import BlasReport
 from ondevice.calibration import Calibration
+from ondevice.conditions import Conditions
 from ondevice.costs import CostPoint, CostTable, table_from
 from ondevice.coststore import CostRecord
 from ondevice.machine import Machine, this_machine
+from ondevice.probereport import FunctionReport, ProbeReport
 
 MAC = Machine("Apple M9 Pro", 12, 12, 36_000_000_000, "macOS 27.1 (29B12)", True)
 LINUX = Machine("AMD EPYC", 2, 2, 25_000_000_000, "Debian GNU/Linux 12, kernel 6.1", False)
@@ -141,8 +152,8 @@ def test_each_machine_is_told_what_it_means() -> None:
     assert "This is no Mac" in meaning(found())[0]
     mac = found(machine=MAC, device="GPU", blas=BlasReport(needed=False))
     (line,) = meaning(mac)
-    assert "on the GPU" in line
-    assert "emulator of Core ML" in line
+    assert "on the GPU, through MLX" in line
+    assert "Neural Engine, if it passes an examination" in line
     slow = meaning(found(blas=BlasReport(True)))
     assert any("30 times slower" in line and "apt-get install" in line for line in slow)
     one_core = meaning(found(machine=replace(LINUX, usable_cores=1)))
@@ -195,6 +206,105 @@ def test_json_has_everything_and_calibrate_measures(run, tiny_pair) -> None:
     assert "12 rows" in out
     status, out, _ = run("doctor", tiny_pair, "--json")
     assert json.loads(out)["pair"]["costs"]["measured_at"] > first["measured_at"]
+
+
+def test_what_is_missing_comes_with_the_command_that_mends_it():
+    assert missing(found()) == []
+    lacks = dict(missing(found(blas=BlasReport(True), folder=None, record=None)))
+    assert lacks == {
+        "a fast BLAS for MLX": "apt-get install libopenblas0-pthread",
+        "the pair smollm2, not converted": "ondevice chat smollm2",
+    }
+    assert dict(missing(found(record=None))) == {
+        "what the pair's steps take here": "ondevice doctor smollm2 --calibrate"
+    }
+    counters = Counters(trouble="no energy counters (No module)", remedy="pip install it")
+    on_mac = found(machine=MAC, counters=counters, runtimes=tuple(runtimes_of(MAC)))
+    assert dict(missing(on_mac)) == {
+        "PyObjC's frameworks CoreML and Quartz": (
+            "pip install pyobjc-framework-CoreML pyobjc-framework-Quartz"
+        ),
+        "a coremltools with Core ML in it": ("pip install --force-reinstall --no-deps coremltools"),
+        "no energy counters (No module)": "pip install it",
+        "an examination of the pair's drafter on this Mac": ("ondevice doctor smollm2 --calibrate"),
+    }
+    old = replace(MAC, system="macOS 14.5 (23F79)")
+    (first, *_) = runtimes_of(old)
+    assert (first.trouble, first.remedy) == (
+        "macOS 15 or newer, for the Neural Engine",
+        "softwareupdate --list",
+    )
+
+
+def test_where_the_pair_runs_on_a_mac_and_why_not_elsewhere():
+    refused = ProbeReport(runtime="pyobjc", reason="Core ML does not load t1_s512: no")
+    function = FunctionReport(first_call_ms=9, ane_share=0.97, elsewhere={"exp on the CPU": 2})
+    accepted = ProbeReport(
+        runtime="coremltools", reason="", functions={"t8_s512": function}, agreement=0.995,
+        positions=200, step_ms={8: 5.25}, beside_ms={8: 6.0}, thermal_state="serious",
+        low_power_mode=True,
+    )  # fmt: skip
+    examined = found(machine=MAC, device="GPU", verdicts=(refused, accepted))
+    assert placement_rows(examined) == [
+        ("verifier", "MLX on the GPU"),
+        ("pyobjc", "refused: Core ML does not load t1_s512: no"),
+        (
+            "coremltools",
+            "97% of the cost on the Neural Engine by Core ML's plan; t8_s512 has 2 exp on the "
+            "CPU; 100% of first choices among the emulator's three; a step of 8 rows 5.2 ms, "
+            "6.0 ms beside the GPU; measured in thermal state serious; measured in low-power mode",
+        ),
+    ]
+    assert as_json(examined)["pair"]["examinations"][1]["step_ms"] == {"8": 5.25}
+    slowed = found(conditions=Conditions("serious", True))
+    assert any("slowed down by heat" in line for line in meaning(slowed))
+    assert "serious; low-power mode on" in rendered(slowed)
+
+
+def test_dead_counters_are_told_from_live_ones(mac, monkeypatch):
+    from ondevice import energy
+
+    monkeypatch.setattr(energy, "this_machine", lambda: MAC)
+    mac.order(rails_dead=["ane_mj", "gpu_mj", "gpu_sram_mj"], rails_absent=["dram_mj"])
+    seen = look_at_counters()
+    assert seen.rails == {"cpu": "alive", "gpu": "dead", "ane": "not tried", "dram": "absent"}
+    assert str(seen) == "zeus-apple-silicon: cpu alive, gpu dead, ane not tried, dram absent"
+
+
+def test_a_report_names_nobody_and_no_place(run, tiny_pair, tmp_path):
+    file = tmp_path / "report.txt"
+    status, out, _ = run("doctor", tiny_pair, "--report", file)
+    assert status == 0
+    text = file.read_text()
+    assert str(tiny_pair) in " ".join(out.split()) or "cache folder" in out
+    assert str(tmp_path) not in text
+    assert "/tmp" not in text
+    assert "(a path)" in text
+    for line in ("processor", "energy", "where", "what that means"):
+        assert line in text
+    assert_one_line(run("doctor", tiny_pair, "--report", tiny_pair), 2, "cannot write")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("open /Users/ann/x y/b.txt: no", "open (a path) y/b.txt: no"),
+        ("~/Library/Caches/ondevice, 7 GB", "(a path), 7 GB"),
+        ("GPU/CPU and 3/4 of it", "GPU/CPU and 3/4 of it"),
+        ("https://host/a/b is a link", "https://host/a/b is a link"),
+        ("/sys/class/powercap has none", "/sys/class/powercap has none"),
+    ],
+)
+def test_paths_are_taken_out_and_nothing_else(text, expected):
+    assert anonymous(text) == expected
+
+
+def test_names_are_taken_out(monkeypatch):
+    from ondevice.apps import findings
+
+    monkeypatch.setattr(findings.getpass, "getuser", lambda: "ann")
+    monkeypatch.setattr(findings.platform, "node", lambda: "anns-mac.local")
+    assert anonymous("ann on anns-mac.local, annual") == "(a name) on (a name), annual"
 
 
 def test_a_wrong_pair_is_the_users_mistake(run, tmp_path: Path) -> None:
