@@ -128,9 +128,17 @@ def statistics_line(stats: Statistics) -> str:
             f"accepted {figure(accepted, '.1f')} of {figure(drafted, '.1f')} per step",
             f"drafter {figure(stats.drafter_busy, '.0%')}",
             f"verifier {figure(stats.verifier_busy, '.0%')}",
+            *_energy(stats),
             stats.reason,
         )
     )
+
+
+def _energy(stats: Statistics) -> list[str]:
+    """Energy per token by rail, where it is known."""
+    rails = stats.energy_per_token_mj or {}
+    parts = [f"{rail} {mj:.1f}" for rail, mj in rails.items()]
+    return [f"energy {', '.join(parts)} mJ/token"] if parts else []
 
 
 def figure(value: float | None, form: str, unit: str = "") -> str:

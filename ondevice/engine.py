@@ -8,7 +8,6 @@ with Engine.open("smollm2") as engine, engine.session() as session:
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
 
     from ondevice.coststore import CostRecord
     from ondevice.ladder import Choice
-
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -284,17 +280,20 @@ def _close(verifier: UnitWorker[VerifierUnit], drafters: Drafters | None) -> Non
 
 @contextmanager
 def _examining(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """What a drafter's examination says goes to stderr, once it says something."""
+    """What a drafter's examination is doing goes to stderr, once there is one."""
     from ondevice.converters.progress import Reporter
 
-    reporter, said = Reporter(quiet), False
+    reporter, last = Reporter(quiet), ""
 
     def say(line: str) -> None:
-        nonlocal said
-        if not said:
+        nonlocal last
+        if not last:
             reporter.say("Examining the drafter on this Mac, once; this may take some minutes")
-            said = True
-        log.debug("%s", line)
+        kind, _, stage = line.partition(": ")
+        verb = f"{kind} {stage.partition(' ')[0]}"  # not every function that is run
+        if verb != last:
+            reporter.say(f"  {line}")
+        last = verb
 
     yield say
 

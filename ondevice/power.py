@@ -29,12 +29,14 @@ class Power:
 
     def added(self, stats: Statistics, use: EnergyUse) -> Statistics:
         """The statistics with what is known of energy and of the machine's state."""
-        now = conditions_now()
+        now, reasons = conditions_now(), [use.reason] if use.reason else []
         drafted, accepted = stats.num_draft_tokens, stats.num_accepted_draft_tokens
+        if use.rails_mj and drafted and self.drafter_rail is None:
+            reasons.append("rejected drafts: the drafter shares its rail with others")
         return replace(
             stats,
             energy_mj=use.rails_mj,
-            energy_reason=use.reason,
+            energy_reason="; ".join(reasons) or None,
             energy_idle_mw=use.idle_mw,
             energy_per_token_mj=use.per_token_mj(stats.completion_tokens),
             energy_rejected_drafts_mj=use.rejected_mj(self.drafter_rail, drafted, accepted),

@@ -11,7 +11,7 @@ import pytest
 from commandline import assert_one_line, runner
 from rich.console import Console
 
-from ondevice.apps import doctor
+from ondevice.apps import doctor, findings
 from ondevice.apps.costtable import speculation_lines
 from ondevice.apps.doctor import (
     Examination,
@@ -188,7 +188,11 @@ def test_json_has_everything_and_calibrate_measures(run, tiny_pair) -> None:
     assert before["machine"]["cpu"] == this_machine().cpu
     assert before["machine"]["memory_bytes"] > 10**8
     assert before["versions"].keys() >= {"mlx", "mlx-lm", "coremltools"}
-    assert before["core_ml_runtimes"] == ["emulator"]
+    if not this_machine().apple_silicon:
+        assert before["core_ml_runtimes"] == ["emulator"]
+    assert before["energy_counters"]["name"] or before["energy_counters"]["trouble"]
+    assert before["pair"]["placement"]["verifier"].startswith("MLX on the")
+    assert before["missing"][-1]["mend"] == f"ondevice doctor {tiny_pair} --calibrate"
     assert before["home"]["free_bytes"] > 0
     assert before["pair"]["path"] == str(tiny_pair)
     assert before["pair"]["costs"] is None
@@ -208,7 +212,7 @@ def test_json_has_everything_and_calibrate_measures(run, tiny_pair) -> None:
     assert json.loads(out)["pair"]["costs"]["measured_at"] > first["measured_at"]
 
 
-def test_what_is_missing_comes_with_the_command_that_mends_it():
+def test_what_is_missing_comes_with_the_command_that_mends_it(monkeypatch):
     assert missing(found()) == []
     lacks = dict(missing(found(blas=BlasReport(True), folder=None, record=None)))
     assert lacks == {
@@ -219,6 +223,7 @@ def test_what_is_missing_comes_with_the_command_that_mends_it():
         "what the pair's steps take here": "ondevice doctor smollm2 --calibrate"
     }
     counters = Counters(trouble="no energy counters (No module)", remedy="pip install it")
+    monkeypatch.setattr(findings, "find_spec", lambda name: None)
     on_mac = found(machine=MAC, counters=counters, runtimes=tuple(runtimes_of(MAC)))
     assert dict(missing(on_mac)) == {
         "PyObjC's frameworks CoreML and Quartz": (
@@ -300,8 +305,6 @@ def test_paths_are_taken_out_and_nothing_else(text, expected):
 
 
 def test_names_are_taken_out(monkeypatch):
-    from ondevice.apps import findings
-
     monkeypatch.setattr(findings.getpass, "getuser", lambda: "ann")
     monkeypatch.setattr(findings.platform, "node", lambda: "anns-mac.local")
     assert anonymous("ann on anns-mac.local, annual") == "(a name) on (a name), annual"

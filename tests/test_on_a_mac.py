@@ -12,6 +12,7 @@ from commandline import runner
 
 from ondevice import energy, ladder
 from ondevice.apps import doctor
+from ondevice.apps.opening import placement
 from ondevice.coreml.compiled import compiled_model
 from ondevice.coreml.package import Package
 from ondevice.engine import Engine
@@ -34,7 +35,12 @@ def test_doctor_then_chat_on_the_neural_engine(pair, tiny_pair, capfd, monkeypat
     run = runner(capfd, monkeypatch)
     status, out, err = run("doctor", pair, "--calibrate")
     assert status == 0
-    assert "Examining the drafter on this Mac, once" in err
+    assert err.splitlines()[:3] == [
+        "Examining the drafter on this Mac, once; this may take some minutes",
+        "  pyobjc: compiling and loading 4 functions",
+        "  pyobjc: computing the reference",
+    ]
+    assert err.count("pyobjc: running") == 1
     page = " ".join(out.split())
     assert "Apple M9 Pro, 12 cores" in page
     assert "Neural Engine present" in page
@@ -68,6 +74,33 @@ def test_below_every_bar_there_is_still_the_text(pair, mac, monkeypatch):
         "plain: the drafter did not open: not pyobjc: no pyobjc here; not coremltools: no "
         "coremltools here; not mlx: no mlx here"
     )
+
+
+def test_the_chat_says_which_runtime_and_why(pair, mac, monkeypatch):
+    """Two lines of the placement; every reason has its own test among the examinations."""
+    reasons = {"pyobjc": "its logits are not finite", "coremltools": "caches of 19 MB", "mlx": ""}
+    monkeypatch.setattr(
+        ladder,
+        "examine",
+        lambda kind, *_: ladder.ProbeReport(
+            runtime=kind, reason=reasons[kind], row_counts=[1, 8], context_sizes=[64, 256]
+        ),
+    )
+    with Engine.open_folder(pair, measure=False, quiet=True) as engine:
+        assert placement(engine) == [
+            "drafter: MLX on the GPU; not pyobjc: its logits are not finite; not coremltools: "
+            "caches of 19 MB",
+            "verifier: MLX on CPU",
+        ]
+        answer = engine.generate([5, 6, 7], Options(max_tokens=4, strategy="sequential"))
+        assert len(answer.token_ids) == 4
+    reasons["pyobjc"] = ""
+    ladder.forget(pair / "drafter")
+    with Engine.open_folder(pair, measure=False, quiet=True) as engine:
+        assert placement(engine)[0] == (
+            "drafter: Core ML on the Neural Engine, through PyObjC (where it runs is not proven: "
+            "Core ML's plan cannot be read)"
+        )
 
 
 on_a_mac = pytest.mark.skipif(

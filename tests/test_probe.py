@@ -6,13 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ondevice import ladder
+from ondevice import ladder, probe
 from ondevice.errors import RuntimeUnavailable
 from ondevice.ladder import Choice, choose, known, open_chosen, open_process
 from ondevice.machine import Machine
-from ondevice.probe import examine
+from ondevice.probe import _Examination, _verdict, _worth_loading, examine
 from ondevice.probereport import ProbeReport
 
 MAC = Machine("Apple M9 Pro", 12, 12, 36_000_000_000, "macOS 27.1 (29B12)", True)
@@ -29,6 +30,11 @@ def drafter_fixture(mac, tiny_pair, tmp_path, monkeypatch) -> Path:
 @pytest.fixture(name="verifier")
 def verifier_fixture(tiny_pair) -> Path:
     return tiny_pair / "verifier"
+
+
+def examined_here(kind: str, drafter: Path, verifier: Path) -> ProbeReport:
+    """In this process, for what does not crash."""
+    return _Examination(kind, drafter, verifier, lambda stage: None).report()
 
 
 def test_a_healthy_mac_is_accepted_with_every_figure(drafter, verifier):
@@ -85,19 +91,19 @@ MATRIX = {
 @pytest.mark.parametrize(("faults", "reason"), MATRIX.values(), ids=MATRIX)
 def test_each_fault_is_refused_with_its_line(mac, drafter, verifier, faults, reason):
     mac.order(**faults)
-    assert examine("pyobjc", drafter, verifier).reason == reason
+    assert examined_here("pyobjc", drafter, verifier).reason == reason
 
 
 def test_a_plan_for_the_cpu_names_the_ops(mac, drafter, verifier):
     mac.order(plan="cpu")
-    report = examine("pyobjc", drafter, verifier)
+    report = examined_here("pyobjc", drafter, verifier)
     assert report.reason.startswith(
         "Core ML would run 0% of t1_s64 on the Neural Engine, expected at least 90% ("
     )
     assert " on the CPU" in report.reason
     assert report.step_ms == {}
     mac.order(on_cpu=["ios18.layer_norm"])
-    report = examine("pyobjc", drafter, verifier)
+    report = examined_here("pyobjc", drafter, verifier)
     assert report.accepted
     assert report.functions["t8_s64"].elsewhere == {"layer_norm on the CPU": 3}
     assert 0.9 < report.ane_share < 1
@@ -105,16 +111,63 @@ def test_a_plan_for_the_cpu_names_the_ops(mac, drafter, verifier):
 
 def test_other_numbers_are_refused(mac, drafter, verifier):
     mac.order(wrong=1)
-    reason = examine("pyobjc", drafter, verifier).reason
+    reason = examined_here("pyobjc", drafter, verifier).reason
     assert reason.startswith("it computes something else: ")
     assert "of 36 first choices are among the emulator's three, logits differ by up to" in reason
 
 
 def test_wrong_strides_and_ignored_backings_cost_copies_not_the_text(mac, drafter, verifier):
     mac.order(strides="zero", backings="ignored")
-    report = examine("pyobjc", drafter, verifier)
+    report = examined_here("pyobjc", drafter, verifier)
     assert report.accepted
     assert report.ignored_backings > 256
+
+
+@pytest.mark.parametrize("kind", ["mlx", "pyobjc"])
+def test_each_runtime_can_be_examined_here(drafter, verifier, kind):
+    report = examined_here(kind, drafter, verifier)
+    assert report.accepted
+    assert report.soak_calls == 256
+
+
+def test_an_error_that_nobody_foresaw_is_a_reason(mac, drafter, verifier, monkeypatch):
+    def broken(*_):
+        raise KeyError("t3_s64")
+
+    monkeypatch.setattr(probe, "open_runtime", broken)
+    assert examined_here("pyobjc", drafter, verifier).reason == "KeyError: 't3_s64'"
+    monkeypatch.undo()
+
+
+def test_a_function_without_a_reference_is_refused(drafter, verifier, monkeypatch):
+    monkeypatch.setattr(probe, "reference", lambda *_: {})
+    reason = examined_here("mlx", drafter, verifier).reason
+    assert reason == "there is no reference for t1_s64"
+
+
+def test_steps_that_turn_bad_in_the_soak_are_refused(drafter, verifier, monkeypatch):
+    """After 100 calls: palettised models have done so."""
+    real, calls = probe.open_runtime, []
+
+    def turning(*args):
+        runtime = real(*args)
+        predict = runtime.predict
+
+        def later(*call):
+            outputs = predict(*call)
+            calls.append(call[0])
+            if len(calls) > 100:
+                outputs["k_new"] = outputs["k_new"] * np.float16("nan")
+            return outputs
+
+        runtime.predict = later
+        return runtime
+
+    monkeypatch.setattr(probe, "open_runtime", turning)
+    reason = examined_here("mlx", drafter, verifier).reason
+    assert reason.startswith("step ")
+    assert reason.endswith("gave values that are not finite")
+    assert len(calls) < 256
 
 
 def test_a_compiler_that_crashes_takes_nobody_along(mac, drafter, verifier):
@@ -131,10 +184,8 @@ def test_a_compiler_that_hangs_is_ended(mac, drafter, verifier):
     assert reason == "no end of compiling and loading 4 functions after 15 s"
 
 
-def test_steps_that_are_too_slow_are_refused(mac, drafter, verifier, monkeypatch):
+def test_steps_that_are_too_slow_are_refused():
     """Judged by the figures: a soak of slow steps would take minutes here."""
-    from ondevice.probe import _verdict
-
     report = ProbeReport(
         runtime="pyobjc", reason="", agreement=1.0, max_error=0.0, step_ms={1: 90.0, 8: 812.4}
     )
@@ -142,8 +193,6 @@ def test_steps_that_are_too_slow_are_refused(mac, drafter, verifier, monkeypatch
 
 
 def test_row_counts_that_gain_nothing_are_not_loaded():
-    from ondevice.probe import _worth_loading
-
     assert _worth_loading([1, 8, 64], {1: 4.0, 8: 4.2}) == [8, 64]
     assert _worth_loading([1, 8, 64], {1: 3.0, 8: 4.2}) == [1, 8, 64]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -231,7 +232,8 @@ def test_what_no_array_can_hold_is_refused_by_name(value, line):
         signature_of(Function("f", (value,), (), ()))
 
 
-def test_without_pyobjc_the_remedy_is_named():
+def test_without_pyobjc_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "CoreML", None)
     with pytest.raises(RuntimeUnavailable, match="pip install pyobjc-framework-CoreML"):
         Apple()
 

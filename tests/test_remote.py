@@ -16,13 +16,14 @@ import pytest
 from engines import open_here
 from processes import SmallDrafter, is_gone, runs
 
+from ondevice import remote
 from ondevice.drafter import CoreMLDrafter
 from ondevice.errors import ArtifactError, UnitFailed, UnitLost
 from ondevice.records import DraftRow, NodeToken
 from ondevice.remote import ProcessDrafter
 from ondevice.sampling import Law, SamplingParams
 from ondevice.session import Options
-from ondevice.units import DraftRequest, Killable
+from ondevice.units import DraftRequest, Killable, Sleepy
 
 PROMPT = [9, 40, 77, 41, 9]
 VOCAB = 264
@@ -251,3 +252,43 @@ def test_the_text_is_the_same_for_any_drafters_home(engine, tiny_pair):
     with open_here(tiny_pair) as here:
         answers += [each.generate(PROMPT, options) for each in (engine, here)]
     assert len({answer.token_ids for answer in answers}) == 1
+
+
+class Asked:
+    """A parent that says nothing until it was waited for so often."""
+
+    def __init__(self, patience: int) -> None:
+        self.left = patience
+
+    def asks(self, within_s: float) -> bool:
+        assert within_s == remote.WAKE_SECONDS
+        self.left -= 1
+        return self.left < 0
+
+
+class Sleeper(SmallDrafter):
+    """Falls asleep, and may fail when it is woken."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.woken, self.fails = 0, fails
+
+    def stay_awake(self) -> None:
+        self.woken += 1
+        if self.fails:
+            raise UnitFailed("Core ML failed")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_unit_that_sleeps_is_kept_awake_between_requests(fails):
+    sleeper = Sleeper(fails)
+    remote._wait_awake(sleeper, Asked(5))
+    assert sleeper.woken == 5
+    remote._wait_awake(sleeper, Asked(10**9))
+    assert sleeper.woken - 5 == int(remote.AWAKE_SECONDS / remote.WAKE_SECONDS)  # then it may sleep
+
+
+def test_the_emulator_has_nothing_to_wake(drafters):
+    here, _ = drafters
+    assert isinstance(here, Sleepy)
+    here.stay_awake()
+    assert here._idle is None

@@ -23,6 +23,7 @@ from ondevice.coreml.compiled import compiled_model
 from ondevice.coreml.package import Package
 from ondevice.coreml.runtime import TensorSpec
 from ondevice.coreml.toolsruntime import CoreMLToolsRuntime
+from ondevice.deadline import Deadline
 from ondevice.errors import CallMismatch, RuntimeUnavailable, UnitFailed
 from ondevice.ladder import Choice, choose, open_process
 from ondevice.machine import Machine
@@ -130,6 +131,7 @@ def test_wrong_calls_are_refused(tools_here, tiny_pair):
         runtime.predict("t1_s64", {})
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's coremltools has Core ML in it")
 def test_a_coremltools_without_core_ml_cannot_be_had(tiny_pair, tmp_path, monkeypatch):
     monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path))
     with pytest.raises(RuntimeUnavailable, match="does not compile"):
@@ -196,6 +198,21 @@ def test_the_text_is_the_same_whatever_the_worker_answers(tools, tiny_pair, plai
     else:
         assert "failed" not in answer.stats.reason
     assert all(map(is_gone, processes))
+
+
+def test_a_worker_that_is_slow_beyond_its_deadline_is_ended(tools, tiny_pair, plain_ids):
+    def slow(_):
+        tools.order(slow_s=600)
+        return open_process(tiny_pair / "drafter", tiny_pair / "verifier", accepted("pyobjc"))
+
+    deadline = Deadline(floor_s=2.0, first_s=2.0)
+    with open_here(tiny_pair, drafter=slow, deadline=deadline) as engine:
+        answer = engine.generate(PROMPT, Options(max_tokens=24, strategy="sequential"))
+    assert answer.token_ids == plain_ids
+    assert answer.stats.reason.endswith(
+        "without the drafter since it failed: the drafter took longer than 2 s for a step; it was "
+        "started again for later answers"
+    )
 
 
 def test_a_killed_worker_costs_nothing_but_speed(tools, tiny_pair, plain_ids):

@@ -55,7 +55,8 @@ class DeviceArray:
         empty = self._apple.core_ml.MLMultiArray.alloc()
         with self._apple.explained(what):
             if self._pixels is not None:
-                return empty.initWithPixelBuffer_shape_(self._pixels, shape)
+                array = empty.initWithPixelBuffer_shape_(self._pixels, shape)
+                return self._apple.must((array, None), what)
             code = _CODES[self._spec.dtype]
             return self._apple.must(empty.initWithShape_dataType_error_(shape, code, None), what)
 
