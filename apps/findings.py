@@ -18,6 +18,7 @@ from rich.console import Console
 
 from ondevice.artifact import replacing
 from ondevice.energy import DEAD_MS, open_meter
+from ondevice.errors import BadRequest
 from ondevice.machine import Machine
 from ondevice.probereport import ProbeReport
 
@@ -157,7 +158,12 @@ def verdict_parts(report: ProbeReport) -> Iterator[str]:
 
 
 def write_report(path: Path, page: Callable[[Console], None]) -> None:
-    """The page as text without anything that tells whose machine it is. Raises CacheUnwritable."""
+    """The page as text without anything that tells whose machine it is.
+
+    Raises BadRequest for a folder, CacheUnwritable.
+    """
+    if path.is_dir():
+        raise BadRequest(f"{path} is a folder; name a file for the report")
     text = io.StringIO()
     page(Console(file=text, width=100, no_color=True, highlight=False, markup=False))
     with replacing(path) as fresh:

@@ -287,7 +287,8 @@ def test_a_report_names_nobody_and_no_place(run, tiny_pair, tmp_path):
     assert "(a path)" in text
     for line in ("processor", "energy", "where", "what that means"):
         assert line in text
-    assert_one_line(run("doctor", tiny_pair, "--report", tiny_pair), 2, "cannot write")
+    assert_one_line(run("doctor", tiny_pair, "--report", tmp_path), 2, "is a folder")
+    assert file.is_file()
 
 
 @pytest.mark.parametrize(

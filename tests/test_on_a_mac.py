@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commandline import runner
+from engines import open_here
 
 from ondevice import energy, ladder
 from ondevice.apps import doctor
@@ -56,7 +57,7 @@ def test_doctor_then_chat_on_the_neural_engine(pair, tiny_pair, capfd, monkeypat
     assert stats["energy_mj"]["cpu"] is not None
     assert stats["energy_idle_mw"]
     assert (stats["thermal_state"], stats["low_power_mode"]) == ("nominal", False)
-    with Engine.open_folder(tiny_pair, measure=False, quiet=True) as emulated:
+    with open_here(tiny_pair) as emulated:
         options = Options(max_tokens=8, strategy="plain")
         assert list(emulated.generate("hello", options).token_ids) == answer["token_ids"]
 
