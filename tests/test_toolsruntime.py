@@ -211,11 +211,11 @@ def test_a_worker_that_is_slow_beyond_its_deadline_is_ended(tools, tiny_pair, pl
 
     deadline = Deadline(floor_s=2.0, first_s=2.0)
     options = Options(max_tokens=24, strategy="sequential")
-    with open_here(tiny_pair, drafter=slow, deadline=deadline) as engine:
-        with engine.session() as session:
-            first = session.generate(PROMPT, options)
-            time.sleep(2.5)
-            second = session.generate(PROMPT, options)
+    engine = open_here(tiny_pair, drafter=slow, deadline=deadline)
+    with engine, engine.session() as session:
+        first = session.generate(PROMPT, options)
+        time.sleep(2.5)
+        second = session.generate(PROMPT, options)
     assert first.token_ids == second.token_ids == plain_ids
     assert (
         "without the drafter since it failed: the drafter took longer than 2 s for a step; it was "
