@@ -19,7 +19,7 @@ from ondevice.apps.terminal import note, results, waiting
 from ondevice.artifact import PAIR_FILE, PairManifest
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, ContextOverflow, UnsupportedModel
-from ondevice.policy import STRATEGIES, Strategy
+from ondevice.schedule import DRAFTING, STRATEGIES, Strategy
 from ondevice.prompt import PromptReader
 from ondevice.session import Options
 from ondevice.traces import TraceRound, new_header, require_file_name, write_trace
@@ -126,7 +126,8 @@ def bench_pair(engine: Engine, pair: str, strategies: Sequence[Strategy], load: 
             except UnsupportedModel as error:
                 left_out[MlxLmSpeculative.name] = str(error)
     for strategy in strategies:
-        if strategy == "plain" or not why_plain:
+        needs_none = strategy not in DRAFTING and engine.model.shape != "plain"
+        if strategy == "plain" or not why_plain or needs_none:
             sides.append(OurSide(engine, strategy))
         else:
             left_out[strategy] = why_plain

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ondevice.apps.failures import INTERRUPTED, USAGE, reported, say, usage_line
-from ondevice.policy import STRATEGIES, Strategy
+from ondevice.schedule import STRATEGIES, Strategy
 
 app = typer.Typer(
     help="Exact speculative decoding: a drafter on the Neural Engine, a verifier on the GPU.",
@@ -105,6 +105,16 @@ def chat(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated."),
     ] = None,
+    lookahead: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W,N,G", help="Shape of the lookahead window; chosen by what pays if left out."
+        ),
+    ] = None,
+    lookup: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to propose continuations from, beside the chat's."),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show the figures of each answer, on stderr.")
     ] = False,
@@ -130,8 +140,9 @@ def chat(
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
-        options = Options(sampling, max_tokens, tuple(stop or ()), strategy)
-        command.run(command.Request(pair, options, prompt, system, stats, json))
+        window = command.read_window(lookahead)
+        options = Options(sampling, max_tokens, tuple(stop or ()), strategy, window=window)
+        command.run(command.Request(pair, options, prompt, system, stats, json, lookup))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from time import monotonic_ns
 from typing import Protocol
 
 from ondevice.engine import Engine
-from ondevice.policy import Strategy
+from ondevice.schedule import Strategy
 from ondevice.records import StepRecord
 from ondevice.session import Answer, Options
 

@@ -1,18 +1,20 @@
 """Which strategy is in force under `auto`: by measured rates, with the chance to be wrong small.
 
-Plain decoding's rate is known from the costs, so it needs no trial. Speculation is parked when even
-an optimistic reading of its rounds is slower, and probed again after a while that doubles from one
-failure to the next. Drafting beside the verifier and drafting in turn are tried against each other
-only where the two units slow each other down: else overlapping cannot lose.
+Plain decoding's rate is known from the costs, so it needs no trial. A way to speculate gives way to
+the next one when even an optimistic reading of its rounds is slower than plain; when all did,
+speculation is parked, and probed again after a while that doubles from one failure to the next.
+Drafting beside the verifier is tried against drafting in turn, and against none, only where the two
+units slow each other down: else overlapping cannot lose.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Active = Literal["plain", "sequential", "pipelined"]
+Active = Literal["plain", "sequential", "pipelined", "weightless", "lookup", "lookahead", "jacobi"]
 
 LEAST_ROUNDS = 4
 """A trial is not judged before: one round says nothing about the next."""
@@ -75,13 +77,27 @@ class Arbiter:
         self.strategy: Active = "pipelined"
         self.rows = 4.0
         """Of a speculative forward, the latest on average."""
+        self._ways: tuple[Active, ...] = ("pipelined", "sequential")
         self._champion: Active = "pipelined"
+        self._failed: set[Active] = set()
+        self._rates: dict[Active, float] = {}
+        self._rival_name: Active = "sequential"
         self._trial = Trial()
         self._rival = Trial()
         self._pause_tokens = FIRST_PAUSE_TOKENS
         self._pause_left = 0
         self._patience = FIRST_CHALLENGE_ROUNDS
         self._since_challenge = 0
+
+    def begin(self, ways: Sequence[Active]) -> None:
+        """An answer that can be speculated for in these `ways`, the most promising first."""
+        self._ways = tuple(ways)
+        if self._champion not in ways or (not self.parked and self.strategy not in ways):
+            self._crown(ways[0])
+
+    def _crown(self, way: Active) -> None:
+        self.strategy = self._champion = way
+        self._trial = Trial()
 
     @property
     def parked(self) -> bool:
@@ -103,7 +119,9 @@ class Arbiter:
         if self.parked:
             self._pause_left -= tokens
             if self._pause_left <= 0:
-                self.strategy, self._trial = self._champion, Trial()
+                self._failed.clear()
+                best = max(self._ways, key=lambda way: self._rates.get(way, 0.0))
+                self._crown(best)
         elif self.strategy == self._champion:
             self._trial.add(tokens, elapsed_ms)
             self._defend(1 / plain_ms, slowdown)
@@ -115,24 +133,43 @@ class Arbiter:
         trial = self._trial
         self._since_challenge += 1
         if trial.count >= LEAST_ROUNDS and trial.optimistic_rate < plain_rate:
-            self._park()
+            self._give_way()
         elif trial.count >= ENOUGH_ROUNDS:
             self._pause_tokens = FIRST_PAUSE_TOKENS
             if trial.rate < plain_rate:
-                self._park()
+                self._give_way()
         if slowdown >= WORTH_CHALLENGING and self._since_challenge >= self._patience:
             self._since_challenge = 0
-            if not self.parked:
-                self.strategy, self._rival = self._other, Trial()
+            rival = self._next_rival()
+            if not self.parked and rival is not None:
+                self.strategy, self._rival_name, self._rival = rival, rival, Trial()
+
+    def _give_way(self) -> None:
+        """Try the next way that has not failed since the last pause; park when all have."""
+        self._rates[self._champion] = self._trial.rate
+        self._failed.add(self._champion)
+        # Where drafting beside the verifier is slower than plain, in turn is too: no gain from
+        # overlapping makes up for a drafter that is seldom right.
+        if self._champion == "pipelined":
+            self._failed.add("sequential")
+        untried = [way for way in self._ways if way not in self._failed]
+        if untried:
+            self._crown(untried[0])
+        else:
+            self._park()
 
     def _park(self) -> None:
         self.strategy = "plain"
         self._pause_left = self._pause_tokens
         self._pause_tokens = min(2 * self._pause_tokens, LONGEST_PAUSE_TOKENS)
 
-    @property
-    def _other(self) -> Active:
-        return "sequential" if self._champion == "pipelined" else "pipelined"
+    def _next_rival(self) -> Active | None:
+        """The way after the one that was tried last."""
+        others = [way for way in self._ways if way != self._champion]
+        if not others:
+            return None
+        last = others.index(self._rival_name) if self._rival_name in others else -1
+        return others[(last + 1) % len(others)]
 
     def _judge_rival(self) -> None:
         rival, champion = self._rival, self._trial
@@ -143,5 +180,5 @@ class Arbiter:
             return
         self._patience *= 2
         if rival.rate > champion.rate:
-            self._champion, self._trial = self._other, rival
+            self._champion, self._trial = self._rival_name, rival
         self.strategy = self._champion

@@ -7,9 +7,8 @@ tree. Every event method takes the time and returns the commands to carry out, i
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
@@ -17,8 +16,8 @@ from ondevice.acceptance import ClaimKind, claims
 from ondevice.errors import UnitFailed, UnitLost
 from ondevice.lane import Lane, common_prefix
 from ondevice.ledger import Ledger, emitted_tokens
-from ondevice.policy import LEAST_REACH, Experience, Policy, Schedule, View, policy_for
-from ondevice.proposers import HostProposer
+from ondevice.policy import Experience, Policy, View, policy_for
+from ondevice.schedule import LEAST_REACH, Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -35,7 +34,8 @@ from ondevice.records import (
     UnitName,
     Verdict,
 )
-from ondevice.tree import NOWHERE, Node, SpeculationTree
+from ondevice.tree import Node, SpeculationTree, riders_of
+from ondevice.weightless import Use, Weightless
 
 Phase = Literal["idle", "prefill", "answering", "failed"]
 
@@ -59,10 +59,13 @@ class Coordinator:
         self,
         *,
         drafter: bool,
-        host_proposers: Sequence[HostProposer] = (),
+        weightless: Weightless | None = None,
         experience: Experience | None = None,
     ) -> None:
-        """drafter: whether there is one to command. experience: what is known of the units."""
+        """drafter: whether there is one to command. experience: what is known of the units.
+
+        weightless: the session's proposers without a model; None has none.
+        """
         self.committed: list[int] = []
         self.tree = SpeculationTree()
         self.turn: Turn | None = None
@@ -72,7 +75,8 @@ class Coordinator:
         self._steps = itertools.count()
         self._verifier = Lane("verifier", True, self._out, self._steps)
         self._drafter = Lane("drafter", drafter, self._out, self._steps)
-        self._host_proposers = tuple(host_proposers)
+        self._weightless = weightless or Weightless()
+        self._has_weightless = weightless is not None
         self.experience = experience or Experience()
         self._policy: Policy = policy_for(Schedule(), self.experience, "greedy", 0)
         self._ledger = Ledger(self.experience.costs)
@@ -110,7 +114,10 @@ class Coordinator:
         self._untold, self._dropped = [NodeToken(root.id, root.token)], []
         self.phase = "prefill"
         self._verifier.load(self.committed, common, prefill=True)
-        self._drafter.load(self.committed, common, prefill=schedule.speculates)
+        self._drafter.load(self.committed, common, prefill=schedule.drafts)
+        self._weightless.begin(
+            schedule.use if self._has_weightless else Use(), self.experience.rates
+        )
         self._propose_on_host()
         return self._proceed(now_ns)
 
@@ -244,15 +251,17 @@ class Coordinator:
         if view.expanding is not None and self._policy.shall_wait(view):
             return
         selection = self._policy.to_verify(view)
-        rows, fill = self.tree.rows(selection.nodes, selection.rows)
+        rows = self.tree.rows(selection.nodes)
+        window = selection.window if self._has_weightless else None
+        riders = riders_of(rows, self._weightless.riders(window, self.committed), selection.rows)
         self._draft_steps = 0
         assert self.turn is not None
         rule = self.turn.schedule.rule
-        self._verifier.send(StartVerify(next(self._steps), rows, rule, fill))
+        self._verifier.send(StartVerify(next(self._steps), rows, rule, riders, window=window))
 
     @property
     def _speculates(self) -> bool:
-        proposers = self._drafter.alive or bool(self._host_proposers)
+        proposers = self._drafter.alive or self._weightless.active
         return proposers and self._policy.strategy != "plain"
 
     @property
@@ -309,15 +318,8 @@ class Coordinator:
                 self.tree.add(child, chance)
 
     def _propose_on_host(self) -> None:
-        if not self._speculates:
-            return
-        for proposer in self._host_proposers:
-            ids: list[int] = []
-            for proposal in proposer.propose(self.committed, self.tree.root):
-                if proposal.parent < 0:
-                    proposal = replace(proposal, parent=ids[-proposal.parent - 1])
-                added = self.tree.add(proposal, math.exp(min(proposal.log_q, 0.0)))
-                ids.append(NOWHERE if added is None else added)
+        if self._weightless.active:  # also while parked: their rates are learned at no cost
+            self._weightless.propose(self.tree, self.committed, self._policy.block)
 
     @property
     def _prompt_tokens(self) -> int:
@@ -341,6 +343,12 @@ class Coordinator:
         tokens, reason = self._cut(verdict.tokens)
         accepted = verdict.accepted[: len(tokens)]
         proposers = tuple(self.tree[node].proposer or "" for node in accepted)
+        rows = command.rows if command else ()
+        row_proposers = [
+            self.tree[row.node].proposer or "" if row.node in self.tree else "" for row in rows
+        ]
+        if command is not None:
+            self._weightless.observe(command, verdict)
         rerooted = self.tree.commit(tokens)
         self.committed.extend(tokens)
         self._untold.extend(rerooted.committed)
@@ -349,7 +357,14 @@ class Coordinator:
         turn.count += len(tokens)
         context = len(self.committed) - len(tokens) - 1
         record = self._ledger.close_round(
-            self._policy.strategy, verdict, command, rerooted, context, waited_ns, proposers
+            self._policy.strategy,
+            verdict,
+            command,
+            rerooted,
+            context,
+            waited_ns,
+            proposers,
+            row_proposers,
         )
         drafting_since_ns = None if self._drafting is None else self._draft_began_ns
         self._policy.learn(record, self._ledger.learn(record, drafting_since_ns, now_ns))

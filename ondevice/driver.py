@@ -17,7 +17,8 @@ from ondevice.coordinator import Coordinator
 from ondevice.draftcheck import check_result
 from ondevice.drafters import Drafters
 from ondevice.errors import Closed, OnDeviceError, UnitFailed, UnitLost
-from ondevice.policy import Experience, Schedule
+from ondevice.policy import Experience
+from ondevice.schedule import Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -32,6 +33,7 @@ from ondevice.records import (
 )
 from ondevice.sampling import Law
 from ondevice.units import DrafterUnit, DraftRequest, RunRequest, VerifierUnit, VerifyRequest
+from ondevice.weightless import Weightless
 from ondevice.worker import Job, UnitWorker
 
 Event = Callable[[int], list[Command]]
@@ -45,16 +47,20 @@ class Driver:
         verifier: UnitWorker[VerifierUnit],
         drafters: Drafters | None,
         experience: Experience | None = None,
+        weightless: Weightless | None = None,
     ) -> None:
         """Opens a session in each unit. Raises Closed, or UnitLost for the verifier.
 
-        experience: what is known of the units, this session's own.
+        experience: what is known of the units, weightless: the proposers without a model; both are
+        this session's own.
         """
         self._verifier, self._drafters = verifier, drafters
         self._verifier_session = verifier.call(lambda unit: unit.open_session())
         self._drafter: UnitWorker[DrafterUnit] | None = None
         self._drafter_session = -1
-        self.coordinator = Coordinator(drafter=self._lend_drafter(), experience=experience)
+        self.coordinator = Coordinator(
+            drafter=self._lend_drafter(), weightless=weightless, experience=experience
+        )
         if drafters is not None and self._drafter is None:
             self.coordinator.drafter_error = drafters.loss
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()

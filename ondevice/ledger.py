@@ -56,16 +56,21 @@ class Ledger:
         context: int,
         waited_ns: int,
         proposers: Sequence[str],
+        row_proposers: Sequence[str],
     ) -> StepRecord:
-        """The record of a round that is committed. command: None for a token of a run."""
+        """The record of a round that is committed. command: None for a token of a run.
+
+        proposers: of the accepted nodes; row_proposers: of all rows of the command, root included.
+        """
         rows = command.rows if command else ()
         tokens = len(rerooted.committed)
         drafts, self._drafts = tuple(self._drafts), []
+        drafted = _rows_within(rows, depth=tokens)
         return StepRecord(
             strategy=strategy,
             context=context,
             rows=len(rows) + len(command.riders) if command else 1,
-            drafted=_rows_within(rows, depth=tokens),
+            drafted=len(drafted),
             accepted=len(proposers),
             committed=tokens,
             start_ns=verdict.start_ns,
@@ -75,6 +80,8 @@ class Ledger:
             accepted_by=tuple(proposers),
             outcomes=rerooted.outcomes,
             drafts=drafts,
+            drafted_by=tuple(row_proposers[row] for row in drafted),
+            window=command.window if command else None,
         )
 
     def learn(self, record: StepRecord, running_since_ns: int | None, now_ns: int) -> float:
@@ -104,12 +111,12 @@ def _overlap_ns(start_ns: int, end_ns: int, record: StepRecord) -> int:
     return max(0, min(end_ns, record.end_ns) - max(start_ns, record.start_ns))
 
 
-def _rows_within(rows: Sequence[VerifyRow], depth: int) -> int:
-    """How many rows lie 1 to `depth` levels below row 0."""
+def _rows_within(rows: Sequence[VerifyRow], depth: int) -> list[int]:
+    """Which rows lie 1 to `depth` levels below row 0."""
     depths = [0]
     for row in rows[1:]:
         depths.append(depths[row.parent] + 1)
-    return sum(1 for level in depths if 1 <= level <= depth)
+    return [row for row, level in enumerate(depths) if 1 <= level <= depth]
 
 
 def emitted_tokens(

@@ -80,6 +80,23 @@ class Growth:
         return best
 
 
+class Block:
+    """How far a block of guesses was right, of the latest rounds."""
+
+    def __init__(self) -> None:
+        self.reaches = [0.5**depth for depth in range(1, MOST_ROWS)]
+        """By depth from 1 on, how often so many of a block were right."""
+
+    def learn(self, accepted: int) -> None:
+        """A block's first `accepted` guesses were right."""
+        for at, reach in enumerate(self.reaches):
+            self.reaches[at] = reach + BLOCK_WEIGHT * ((accepted > at) - reach)
+
+
+BLOCK_WEIGHT = 0.05
+"""Of the newest block."""
+
+
 def best_step(
     reaches: Sequence[float], counts: Sequence[int], curve_ms: Sequence[float]
 ) -> tuple[int, float]:

@@ -1,8 +1,9 @@
 """What to draft, what to verify and when to wait: pure decisions over a tree.
 
-Four strategies. `plain` never speculates. `sequential` lets the drafter build its tree, then the
-verifier judge it, in turn. `pipelined` keeps both at work: the drafter grows the tree while the
-verifier is busy with a part of it. `auto` chooses among the three by the rates that it measures.
+`plain` never speculates. `sequential` lets the drafter build its tree, then the verifier judge it,
+in turn. `pipelined` keeps both at work: the drafter grows the tree while the verifier is busy with
+a part of it. `lookup`, `lookahead` and `jacobi` need no drafter, `weightless` is the three at once.
+`auto` chooses between plain, drafting and doing without a drafter by the rates that it measures.
 """
 
 from __future__ import annotations
@@ -16,62 +17,23 @@ from typing import Literal, Protocol
 from ondevice.acceptance import Acceptance, ClaimKind
 from ondevice.arbiter import Active, Arbiter
 from ondevice.costs import CostModel
-from ondevice.planning import MOST_ROWS, Growth, best_round, best_step
-from ondevice.records import AcceptanceRule, StepRecord
+from ondevice.lookahead import DEFAULT as DEFAULT_WINDOW
+from ondevice.planning import MOST_ROWS, Block, Growth, Worth, best_round, best_step
+from ondevice.proposers import HitRates
+from ondevice.records import StepRecord, Window
+from ondevice.schedule import DRAFTING, Schedule, Sizes
 from ondevice.tree import Node, SpeculationTree
+from ondevice.windows import Windows
 
-Strategy = Literal["auto", "plain", "sequential", "pipelined"]
-STRATEGIES: tuple[Strategy, ...] = ("auto", "plain", "sequential", "pipelined")
-
-DEFAULT_CHILDREN = 4
-"""Proposals per node of a tree: the fourth is right about once in 20 positions (a = 0.7), and a
-node that is never drafted further costs microseconds."""
+LEAST_BLOCK = 3
+"""Guesses of a block of Jacobi's: fewer have no time to become right before they are reached."""
 TREE_NODES = 128
 """A tree this large is not grown: what lies so far out is rarely reached (2.47 times plain with 96
 nodes on the 8B row of DESIGN section 1, 2.50 with 160, no more with 400)."""
-LEAST_REACH = 0.002
-"""Nodes less likely than this are not kept (2.41 times plain there at 0.005, 2.28 at 0.01)."""
 PACE_MEMORY_MS = 3000.0
 """Time until an old round weighs 1/e in the pace."""
 PACE_PRIOR_ROUNDS = 4.0
 """A pace starts as plain decoding's, which counts as this many rounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """A round of fixed size, for experiments.
-
-    verify_rows: rows of a forward, root included. depth: drafter steps a round under `sequential`;
-    the deepest level drafted under `pipelined`. draft_rows: nodes expanded a step.
-    """
-
-    verify_rows: int
-    depth: int
-    draft_rows: int = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A strategy and its shape.
-
-    children: proposals per node; 1 makes chains. sizes: None chooses them from the measured costs.
-    """
-
-    strategy: Strategy = "auto"
-    children: int = DEFAULT_CHILDREN
-    rule: AcceptanceRule = "coupled"
-    sizes: Sizes | None = None
-
-    @property
-    def speculates(self) -> bool:
-        """Whether a drafter is of any use to it."""
-        return self.strategy != "plain"
-
-    def claim_kind(self, greedy: bool) -> ClaimKind:
-        """What its drafter's confidence is made of."""
-        if greedy:
-            return "greedy"
-        return "sampled" if self.rule == "rejection" else "noisy"
 
 
 class Experience:
@@ -80,7 +42,10 @@ class Experience:
     def __init__(self, costs: CostModel | None = None) -> None:
         self.costs = costs or CostModel()
         self.acceptances: defaultdict[ClaimKind, Acceptance] = defaultdict(Acceptance)
+        self.rates: defaultdict[str, HitRates] = defaultdict(HitRates)
+        """Of the guesses of proposers without a model, by name."""
         self.arbiter = Arbiter()
+        self.windows = Windows()
 
     def copy(self) -> Experience:
         """The same knowledge, which learns on its own from here."""
@@ -121,10 +86,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Nodes for a forward, parents first. rows: that it shall have, root and fill included."""
+    """Nodes for a forward, parents first. rows: that it shall have, root, riders, fill included.
+
+    window: of lookahead, that shall ride along.
+    """
 
     nodes: Sequence[Node]
     rows: int
+    window: Window | None = None
 
 
 class Policy(Protocol):
@@ -143,6 +112,10 @@ class Policy(Protocol):
     def to_verify(self, view: View) -> Selection:
         """The next forward."""
 
+    @property
+    def block(self) -> int:
+        """Tokens of Jacobi's next block, whatever their chances; 0 leaves it to those."""
+
     def run_tokens(self, left: int) -> int:
         """How many of the `left` tokens to decode plainly, under `plain`."""
 
@@ -156,8 +129,12 @@ class Policy(Protocol):
 
 def policy_for(schedule: Schedule, experience: Experience, kind: ClaimKind, context: int) -> Policy:
     """The policy of an answer that starts after `context` tokens."""
-    if schedule.sizes is not None:
-        return FixedPolicy(schedule, schedule.sizes)
+    sizes, window = schedule.sizes, schedule.window
+    if sizes is None and window is not None and schedule.strategy == "lookahead":
+        # As published: all n-grams of a key go before the verifier, whatever that costs.
+        sizes = Sizes(1 + window.guesses * (window.ngram - 1), window.ngram - 1)
+    if sizes is not None:
+        return FixedPolicy(schedule, sizes)
     return RatePolicy(schedule, experience, experience.acceptances[kind], context)
 
 
@@ -169,9 +146,14 @@ class FixedPolicy:
             raise ValueError("`auto` chooses its sizes; a fixed schedule needs a strategy")
         self.strategy: Active = schedule.strategy
         self._sizes = sizes
+        self._window = None
+        if "lookahead" in schedule.use.names:
+            self._window = schedule.window or DEFAULT_WINDOW
 
     def to_expand(self, view: View) -> list[Node]:
         """The likeliest, down to the fixed depth."""
+        if self.strategy not in DRAFTING:
+            return []
         root_depth = view.tree[view.tree.root].depth
         sequential = self.strategy == "sequential"
         return [
@@ -185,12 +167,19 @@ class FixedPolicy:
         if self.strategy == "sequential":
             more = view.steps < self._sizes.depth and bool(view.unexpanded())
             return view.expanding is not None or more
+        if self.strategy != "pipelined":
+            return False
         return view.expanding is not None and not view.tree[view.tree.root].children
 
     def to_verify(self, view: View) -> Selection:
-        """The likeliest nodes that fit."""
+        """The likeliest nodes that fit, and the window."""
         nodes = view.useful()[: self._sizes.verify_rows - 1]
-        return Selection(nodes, len(nodes) + 1)
+        return Selection(nodes, len(nodes) + 1, self._window)
+
+    @property
+    def block(self) -> int:
+        """As many as fit."""
+        return self._sizes.verify_rows - 1 if self.strategy == "jacobi" else 0
 
     def run_tokens(self, left: int) -> int:
         """All."""
@@ -234,6 +223,11 @@ class RatePolicy:
         self._costs, self._acceptance = experience.costs, acceptance
         self._arbiter = experience.arbiter
         self._context = context
+        if schedule.strategy == "auto":
+            self._arbiter.begin(schedule.ways)
+        self._windows = experience.windows
+        self._block = Block()
+        self._accepted = 0.0
         plain_ms = self._costs.plain.ms(1, context)
         prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * plain_ms)
         self._paces: defaultdict[Active, Pace] = defaultdict(lambda: Pace(*prior))
@@ -253,7 +247,7 @@ class RatePolicy:
 
         While the verifier works, a step must bring more than the time by which it slows that down.
         """
-        if self.strategy == "plain" or len(view.tree) > TREE_NODES:
+        if self.strategy not in DRAFTING or len(view.tree) > TREE_NODES:
             return []
         nodes = view.unexpanded()
         if not nodes:
@@ -275,6 +269,8 @@ class RatePolicy:
 
     def shall_wait(self, view: View) -> bool:
         """Whether a round after the next drafter steps is worth more than one now."""
+        if self.strategy not in DRAFTING:
+            return False
         ready = [node.reach for node in view.useful()]
         unexpanded = [node.reach for node in view.unexpanded()]
         rows, step_ms = self._best_step(unexpanded or [1.0], beside=False)
@@ -299,9 +295,41 @@ class RatePolicy:
     def to_verify(self, view: View) -> Selection:
         """The number of nodes of the best value, and as many more as cost nothing."""
         nodes = view.useful()
-        best = best_round([node.reach for node in nodes], self._verify_ms(view), self._pace)
-        rows = self._costs.verifier.filled(best.nodes + 1, view.context, self._beside(view))
-        return Selection(nodes[: rows - 1], rows)
+        reaches = [node.reach for node in nodes]
+        window = self._window(view, reaches)
+        riders = window.riders if window is not None else 0
+        least = min(self.block, len(nodes))
+        best = max(least, self._best_round(view, reaches, riders).nodes)
+        rows = self._costs.verifier.filled(best + 1 + riders, view.context, self._beside(view))
+        return Selection(nodes[: rows - riders - 1], rows, window)
+
+    def _best_round(self, view: View, reaches: Sequence[float], riders: int) -> Worth:
+        """riders: rows that the forward has beside the root and the nodes."""
+        verifier = self._costs.verifier
+        most = MOST_ROWS + riders
+        curve_ms, _ = verifier.curve(most, view.context, self._beside(view))
+        return best_round(reaches, curve_ms[riders : most + 1], self._pace)
+
+    def _window(self, view: View, reaches: Sequence[float]) -> Window | None:
+        """Of lookahead, if it is used: the one that was set, else what pays."""
+        schedule = self._schedule
+        if "lookahead" not in schedule.use.names or schedule.window is not None:
+            return schedule.window
+        without = self._best_round(view, reaches, 0).value
+        return self._windows.choose(
+            lambda riders: self._best_round(view, reaches, riders).value - without,
+            self._costs.verifier,
+        )
+
+    @property
+    def block(self) -> int:
+        """Under `jacobi` by how far its blocks were right so far."""
+        if self.strategy != "jacobi":
+            return 0
+        verifier = self._costs.verifier
+        curve_ms, counts = verifier.curve(MOST_ROWS, self._context)
+        best = best_round(self._block.reaches, curve_ms[: MOST_ROWS + 1], self._pace)
+        return counts[max(best.nodes, LEAST_BLOCK) + 1] - 1
 
     def _beside(self, view: View) -> float:
         return 1.0 if self.strategy == "pipelined" else 0.0
@@ -320,10 +348,16 @@ class RatePolicy:
         for outcome in record.outcomes:
             self._acceptance.learn(outcome)
         self._paces[self.strategy].learn(record.committed, elapsed_ms)
+        if record.strategy == "jacobi":
+            self._block.learn(record.accepted)
+        if self._schedule.window is None and record.strategy != "plain":
+            self._windows.learn(record.window, record.accepted_by.count("lookahead"))
         if self._schedule.strategy == "auto":
             plain_ms = self._costs.plain.ms(1, record.context)
             slowdown = self._costs.slowdown(record.context)
             self._arbiter.learn(record.committed, elapsed_ms, plain_ms, slowdown)
+        if record.strategy != "plain":
+            self._accepted += 0.05 * (record.accepted - self._accepted)
         if record.drafted:
             self._arbiter.rows += 0.1 * (record.rows - self._arbiter.rows)
         self._context = record.context
@@ -333,6 +367,8 @@ class RatePolicy:
         """What was measured: the costs against the acceptance when parked, else the gain."""
         arbiter, costs = self._arbiter, self._costs
         acceptance = f"acceptance {self._acceptance.first_choice:.2f}"
+        if not self._schedule.drafts:
+            acceptance = f"{self._accepted:.2f} tokens accepted a forward"
         if self.strategy == "plain":
             rows = max(2, round(arbiter.rows))
             one_ms, rows_ms = (costs.verifier.ms(n, self._context) for n in (1, rows))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ondevice.coordinator import Coordinator
 from ondevice.costs import CostModel, CostTable
 from ondevice.modelled import ModelledDrafter, ModelledVerifier, Text
-from ondevice.policy import Experience, Schedule
+from ondevice.policy import Experience
+from ondevice.schedule import Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -52,7 +53,7 @@ def simulate(
     """
     machine = _Machine(table, text, schedule, on_record)
     experience = experience or Experience(CostModel(table))
-    coordinator = Coordinator(drafter=schedule.speculates, experience=experience)
+    coordinator = Coordinator(drafter=schedule.drafts, experience=experience)
     machine.run(coordinator, schedule, tokens)
     return Simulated(
         tokens=machine.tally.tokens,

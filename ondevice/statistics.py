@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ondevice.records import DraftRecord, Emit, StepRecord, Stop
+from ondevice.records import DraftRecord, Emit, StepRecord, Stop, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,9 @@ class Statistics:
     draft token. num_draft_tokens: draft tokens put before the verifier, those beyond the answer's
     end not counted. mean_acceptance_length: 1 + accepted / steps. *_busy: share of the time from
     the first verification's start to the last one's end. drafter_window: first position that the
-    drafter still saw, 0 for all.
+    drafter still saw, 0 for all. proposers: by name, how many of the draft tokens were theirs
+    and how many of those accepted. lookahead: W, N and G of the window that rode along last, None
+    if none ever did.
     """
 
     strategy: str
@@ -34,6 +37,8 @@ class Statistics:
     drafter_busy: float | None
     verifier_busy: float | None
     drafter_window: int
+    proposers: dict[str, dict[str, int]]
+    lookahead: dict[str, int] | None
     seed: int
     energy_mj: dict[str, float] | None
     energy_reason: str | None
@@ -41,6 +46,11 @@ class Statistics:
     def as_json(self) -> dict[str, Any]:
         """Plain values under the contract's names."""
         return asdict(self)
+
+
+def letters(window: Window) -> dict[str, int]:
+    """W, N and G."""
+    return {"W": window.columns, "N": window.ngram, "G": window.guesses}
 
 
 NO_ENERGY = "this version reads no energy counter"
@@ -68,6 +78,9 @@ class Tally:
     last_end_ns: int = 0
     verifier_ns: int = 0
     drafter_ns: int = 0
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+    lookahead: Window | None = None
 
     def take(self, event: Emit | Stop, now_ns: int) -> None:
         """Add what the coordinator said at `now_ns`."""
@@ -90,6 +103,9 @@ class Tally:
             self.steps += 1
             self.drafted += record.drafted
             self.accepted += record.accepted
+            self.drafted_by.update(record.drafted_by)
+            self.accepted_by.update(record.accepted_by)
+        self.lookahead = record.window or self.lookahead
         self._add_drafts(record.drafts)
 
     def _add_drafts(self, drafts: tuple[DraftRecord, ...]) -> None:
@@ -117,6 +133,11 @@ class Tally:
             drafter_busy=self._share(self.drafter_ns),
             verifier_busy=self._share(self.verifier_ns),
             drafter_window=self.window,
+            proposers={
+                name: {"drafted": count, "accepted": self.accepted_by[name]}
+                for name, count in sorted(self.drafted_by.items())
+            },
+            lookahead=None if self.lookahead is None else letters(self.lookahead),
             seed=seed,
             energy_mj=None,
             energy_reason=NO_ENERGY,

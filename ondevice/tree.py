@@ -196,22 +196,33 @@ class SpeculationTree:
             self._sorted = sorted(self._nodes.values(), key=_falling_reach)
         return self._sorted
 
-    def rows(
-        self, nodes: Sequence[Node], count: int
-    ) -> tuple[tuple[VerifyRow, ...], tuple[VerifyRow, ...]]:
-        """The root and `nodes`, parents first, as rows, and what fills them up to `count`.
-
-        Fill hangs below the last row, so that a chain stays one.
-        """
+    def rows(self, nodes: Sequence[Node]) -> tuple[VerifyRow, ...]:
+        """The root and `nodes`, parents first, as rows."""
         root = self._nodes[self.root]
         index = {root.id: 0}
         rows = [VerifyRow(root.id, root.token, ROOT_ROW)]
         for node in nodes:
             index[node.id] = len(rows)
             rows.append(VerifyRow(node.id, node.token, index[node.parent], node.q))
-        token = rows[-1].token
-        fill = tuple([VerifyRow(NOWHERE, token, at - 1) for at in range(len(rows), count)])
-        return tuple(rows), fill
+        return tuple(rows)
+
+
+def riders_of(
+    rows: Sequence[VerifyRow], riders: Sequence[VerifyRow], count: int
+) -> tuple[VerifyRow, ...]:
+    """`riders` as they ride with `rows`, and fill up to `count` rows in all.
+
+    riders: a parent is ROOT_ROW for the root, or the index of another rider. Fill hangs below the
+    last row, so that a chain stays one.
+    """
+    above = len(rows)
+    riding = [
+        VerifyRow(rider.node, rider.token, 0 if rider.parent == ROOT_ROW else above + rider.parent)
+        for rider in riders
+    ]
+    token = rows[-1].token
+    fill = [VerifyRow(NOWHERE, token, at - 1) for at in range(above + len(riding), count)]
+    return (*riding, *fill)
 
 
 def _falling_reach(node: Node) -> tuple[float, int]:

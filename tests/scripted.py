@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from ondevice.coordinator import Coordinator
-from ondevice.policy import Schedule
+from ondevice.schedule import Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -39,6 +39,7 @@ from ondevice.sampling import (
     walk_coupled,
     walk_rejection,
 )
+from ondevice.weightless import Weightless
 
 VOCAB = 8
 END = 0
@@ -127,9 +128,24 @@ class ScriptedVerifier:
             accepted, tokens = walk_rejection(rows, log_p, law, position)
         else:
             accepted, tokens = walk_coupled(rows, choose)
+        everything = [*rows, *command.riders]
+        likeliest = [
+            int(np.argmax(logits(history_with_path(self.cache, everything, index))))
+            for index in range(len(rows), len(everything))
+        ]
+        chosen = tuple(choose(index) for index in range(len(rows)))
         self.cache.extend([rows[0].token, *tokens[:-1]])
         nodes = tuple(rows[index].node for index in accepted)
-        return Verdict(command.step, nodes, tuple(tokens), (0.0,) * len(tokens), 0, 1)
+        return Verdict(
+            command.step,
+            nodes,
+            tuple(tokens),
+            (0.0,) * len(tokens),
+            0,
+            1,
+            row_tokens=chosen,
+            rider_tokens=tuple(likeliest),
+        )
 
     def run_one(self, law: Law, ended: bool) -> Verdict:
         run = self.run
@@ -209,9 +225,13 @@ class ScriptedDrafter:
 class World:
     """A coordinator, two scripted units, and a random order of everything that can happen."""
 
-    def __init__(self, script: str, seed: int, *, drafter: bool = True) -> None:
+    def __init__(
+        self, script: str, seed: int, *, drafter: bool = True, weightless: bool = True
+    ) -> None:
         self.rng = random.Random(seed)
-        self.coordinator = Coordinator(drafter=drafter)
+        self.coordinator = Coordinator(
+            drafter=drafter, weightless=Weightless(ends={END}) if weightless else None
+        )
         self.verifier = ScriptedVerifier()
         self.drafter = ScriptedDrafter(SCRIPTS[script], self.rng)
         self.queues: dict[str, deque[Command]] = {"drafter": deque(), "verifier": deque()}

@@ -27,7 +27,7 @@ from ondevice.apps.sides import Arrival, Drafting, OurSide, Side
 from ondevice.apps.sides import Run as SideRun
 from ondevice.artifact import PAIR_FILE, PairManifest
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 
 QUESTIONS = (Question("1", "river", "Where is the river?"), Question("2", "ten", "Count to ten."))
 

@@ -21,7 +21,7 @@ from ondevice.apps.margin import NEAR_TIE, Forced, margin
 from ondevice.apps.prompts import PROMPTS
 from ondevice.drafter import CoreMLDrafter
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 from ondevice.records import DraftResult
 from ondevice.sampling import SamplingParams, noise
 from ondevice.session import Options

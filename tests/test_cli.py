@@ -20,7 +20,7 @@ from ondevice.apps.failures import say
 from ondevice.converters import pair as pair_module
 from ondevice.errors import UnitFailed
 from ondevice.models.pairs import default_pair
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from scripted import END, SCRIPTS, VOCAB, World, plain_text
 
 from ondevice.errors import UnitFailed
-from ondevice.policy import STRATEGIES, Schedule, Sizes
-from ondevice.records import AcceptanceRule
+from ondevice.schedule import STRATEGIES, Schedule, Sizes
+from ondevice.records import AcceptanceRule, Window
 from ondevice.sampling import Law, SamplingParams
 
 PROMPTS = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12)
 SEEDS = st.integers(0, 2**31)
 FIXED_STRATEGIES = st.sampled_from(["plain", "sequential", "pipelined"])
+WEIGHTLESS_ONLY = st.sampled_from(["weightless", "lookup", "lookahead", "jacobi"])
 SIZES = st.builds(
     Sizes,
     verify_rows=st.integers(1, 12),
@@ -24,9 +25,18 @@ SIZES = st.builds(
     draft_rows=st.integers(1, 8),
 )
 CHILDREN = st.integers(1, 4)
+WINDOWS = st.builds(Window, st.integers(2, 7), st.integers(3, 5), st.integers(1, 6))
 SCHEDULES = st.one_of(
     st.builds(Schedule, strategy=st.sampled_from(STRATEGIES), children=CHILDREN),
     st.builds(Schedule, strategy=FIXED_STRATEGIES, children=CHILDREN, sizes=SIZES),
+    st.builds(
+        Schedule,
+        strategy=WEIGHTLESS_ONLY,
+        sizes=SIZES | st.none(),
+        window=WINDOWS | st.none(),
+        drafter=st.booleans(),
+    ),
+    st.builds(Schedule, strategy=st.sampled_from(["auto", "pipelined"]), window=WINDOWS),
 )
 PARAMS = st.builds(
     SamplingParams,
@@ -123,8 +133,8 @@ def test_a_perfect_drafter_saves_rounds():
     assert len(world.records) < len(text) / 2
 
 
-def test_without_a_drafter_there_is_one_run():
-    world = World("perfect", seed=1, drafter=False)
+def test_without_any_proposer_there_is_one_run():
+    world = World("perfect", seed=1, drafter=False, weightless=False)
     text = world.answer([1, 2, 3], SamplingParams(seed=5), Schedule("pipelined"), 12)
     assert text == expected([1, 2, 3], SamplingParams(seed=5), 12)
     assert all(r.drafted == 0 for r in world.records)

@@ -20,7 +20,7 @@ from ondevice.converters.checkpoint import open_checkpoint
 from ondevice.converters.pair import write_pair
 from ondevice.engine import Engine
 from ondevice.models.pairs import DrafterRecipe
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 from ondevice.records import ROOT_ROW, AcceptanceRule, FloatArray, VerifyRow
 from ondevice.sampling import (
     DRAFT_STREAM,

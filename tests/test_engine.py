@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ondevice.coordinator import Coordinator
 from ondevice.errors import BadRequest, ContextOverflow
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
 from ondevice.session import Options

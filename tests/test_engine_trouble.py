@@ -14,7 +14,7 @@ import pytest
 
 from ondevice.engine import Engine
 from ondevice.errors import ArtifactError, BadRequest, Closed, UnitFailed
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
 from ondevice.session import Options

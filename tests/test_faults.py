@@ -20,7 +20,7 @@ from processes import is_gone
 from ondevice.deadline import Deadline
 from ondevice.engine import Engine
 from ondevice.errors import Closed, OnDeviceError, UnitFailed, UnitLost
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 from ondevice.sampling import SamplingParams
 from ondevice.session import Answer, Options, Session
 

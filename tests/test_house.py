@@ -32,7 +32,20 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "records"},
     ),
     "policy": (
-        {"policy", "planning", "acceptance", "arbiter", "costs"},
+        {
+            "policy",
+            "planning",
+            "acceptance",
+            "arbiter",
+            "costs",
+            "jacobi",
+            "lookahead",
+            "lookup",
+            "ngrams",
+            "schedule",
+            "weightless",
+            "windows",
+        },
         {"errors", "records", "tree"},
     ),
     "coordinator": ({"coordinator", "ledger"}, {"errors", "records", "tree", "policy"}),
@@ -72,7 +85,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "files", "records", "tree", "coreml", "models"},
     ),
     "engine": (
-        {"coststore", "engine", "session", "traces"},
+        {"coststore", "corpus", "engine", "session", "traces"},
         {
             "errors",
             "files",

@@ -9,7 +9,8 @@ import pytest
 
 from ondevice.coordinator import Coordinator
 from ondevice.costs import CostModel, CostPoint, CostTable, table_from
-from ondevice.policy import Experience, Policy, Schedule, Sizes, Strategy, View, policy_for
+from ondevice.policy import Experience, Policy, View, policy_for
+from ondevice.schedule import Schedule, Sizes, Strategy
 from ondevice.records import AnswerLimits, DraftResult, Proposal, StartDraft, VerifyRow
 from ondevice.sampling import Law, SamplingParams, noise, walk_rejection
 from ondevice.tree import SpeculationTree

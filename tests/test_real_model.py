@@ -9,7 +9,7 @@ import pytest
 from ondevice.apps.comparison import compare
 from ondevice.apps.prompts import PROMPTS
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
 from ondevice.session import Options

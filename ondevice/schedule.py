@@ -1,0 +1,103 @@
+"""What may be asked for: a strategy, its shape, and the proposers that it uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ondevice.acceptance import ClaimKind
+from ondevice.arbiter import Active
+from ondevice.records import AcceptanceRule, Window
+from ondevice.weightless import ALL, ProposerName, Use
+
+Strategy = Literal[
+    "auto", "plain", "sequential", "pipelined", "weightless", "lookup", "lookahead", "jacobi"
+]
+STRATEGIES: tuple[Strategy, ...] = (
+    "auto",
+    "plain",
+    "sequential",
+    "pipelined",
+    "weightless",
+    "lookup",
+    "lookahead",
+    "jacobi",
+)
+WEIGHTLESS: dict[Strategy, tuple[ProposerName, ...]] = {
+    "weightless": ALL,
+    "lookup": ("lookup",),
+    "lookahead": ("lookahead",),
+    "jacobi": ("jacobi",),
+}
+"""Strategies without a drafter, and whose guesses they use."""
+DRAFTING: tuple[Strategy, ...] = ("sequential", "pipelined")
+
+DEFAULT_CHILDREN = 4
+"""Proposals per node of a tree: the fourth is right about once in 20 positions (a = 0.7), and a
+node that is never drafted further costs microseconds."""
+LEAST_REACH = 0.002
+"""Nodes less likely than this are not kept (2.41 times plain there at 0.005, 2.28 at 0.01)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A round of fixed size, for experiments.
+
+    verify_rows: rows of a forward, root included. depth: drafter steps a round under `sequential`;
+    the deepest level drafted under `pipelined`. draft_rows: nodes expanded a step.
+    """
+
+    verify_rows: int
+    depth: int
+    draft_rows: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A strategy and its shape.
+
+    children: proposals per node; 1 makes chains. sizes: None chooses them from the measured costs.
+    drafter: whether there is one. window: of lookahead, None chooses it by what pays.
+    """
+
+    strategy: Strategy = "auto"
+    children: int = DEFAULT_CHILDREN
+    rule: AcceptanceRule = "coupled"
+    sizes: Sizes | None = None
+    drafter: bool = True
+    window: Window | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a drafter is of any use to it."""
+        return self.drafter and (self.strategy == "auto" or self.strategy in DRAFTING)
+
+    @property
+    def ways(self) -> tuple[Active, ...]:
+        """Of `auto`: how to speculate, the most promising first."""
+        drafting: tuple[Active, ...] = ("pipelined", "sequential") if self.drafts else ()
+        return (*drafting, "weightless") if self.use.names else drafting
+
+    @property
+    def use(self) -> Use:
+        """Which proposers beside the drafter it has, or instead of it.
+
+        None beside a drafter that makes chains, nor where its sizes are set: there the drafter
+        alone is looked at. None under `rejection`, which accepts by the drafter's distribution.
+        """
+        chain = self.children == 1
+        names = WEIGHTLESS.get(self.strategy, ())
+        if self.strategy == "pipelined" or self.strategy == "auto":
+            names = () if (chain and self.drafter) or self.sizes is not None else ALL
+        if self.rule == "rejection":
+            names = ()
+        if chain:
+            names = tuple(name for name in names if name != "lookahead")
+        whole = self.strategy == "jacobi" or self.sizes is not None
+        return Use(names, chain, 0.0 if whole else LEAST_REACH)
+
+    def claim_kind(self, greedy: bool) -> ClaimKind:
+        """What its drafter's confidence is made of."""
+        if greedy:
+            return "greedy"
+        return "sampled" if self.rule == "rejection" else "noisy"
