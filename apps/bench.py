@@ -16,11 +16,12 @@ from ondevice.apps.questions import Question, own_questions, read_questions, spr
 from ondevice.apps.race import Measured, Task, race, standings
 from ondevice.apps.sides import OurSide, Side
 from ondevice.apps.terminal import note, results, waiting
+from ondevice.arbiter import DRAFTING
 from ondevice.artifact import PAIR_FILE, PairManifest
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, ContextOverflow, UnsupportedModel
-from ondevice.schedule import DRAFTING, STRATEGIES, Strategy
 from ondevice.prompt import PromptReader
+from ondevice.schedule import STRATEGIES, Strategy
 from ondevice.session import Options
 from ondevice.traces import TraceRound, new_header, require_file_name, write_trace
 

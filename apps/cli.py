@@ -37,6 +37,10 @@ PairArgument = Annotated[
         show_default=False,
     ),
 ]
+StrategiesOption = Annotated[
+    list[str] | None,
+    typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -188,9 +192,10 @@ def bench(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     repeats: Annotated[int, typer.Option(help="Times that each side answers a prompt.")] = 1,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
+    strategy: StrategiesOption = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the rounds of our answers, for simulate --trace."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: DebugOption = False,
@@ -204,7 +209,92 @@ def bench(
         from ondevice.apps import bench as command
 
         request = command.Request(
-            pair, prompts, limit, max_tokens, repeats, tuple(strategy or ()), json
+            pair, prompts, limit, max_tokens, repeats, tuple(strategy or ()), json, records
+        )
+        if not command.run(request):
+            raise typer.Exit(1)
+
+
+VerifyMsOption = Annotated[
+    float | None, typer.Option(help="Your own row: milliseconds of a forward of one row.")
+]
+RowCostOption = Annotated[float, typer.Option(help="Percent of it for each further row.")]
+DraftMsOption = Annotated[float | None, typer.Option(help="Milliseconds of a drafter step.")]
+DraftRowsOption = Annotated[int, typer.Option(help="Rows that a step covers.")]
+SlowdownOption = Annotated[
+    float, typer.Option(help="Times as long a forward takes beside the drafter.")
+]
+AcceptanceOption = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="A",
+        help="Probability that the first choice is right; 0.7 by default; may be repeated.",
+    ),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A Mac whose costs are predicted: m4-max...")
+]
+WorkloadOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The pair on it: qwen3-8b-4bit...")
+]
+TraceOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A row of a real run: bench --records FILE.")
+]
+TokensOption = Annotated[
+    int | None, typer.Option(help="Of the longest runs; 4000 by default, 3000 with --regret.")
+]
+JobsOption = Annotated[
+    int | None, typer.Option(help="Processes, one a core by default; changes no figure.")
+]
+
+
+@app.command()
+def simulate(
+    verify_ms: VerifyMsOption = None,
+    row_cost: RowCostOption = 3.0,
+    draft_ms: DraftMsOption = None,
+    draft_rows: DraftRowsOption = 8,
+    slowdown: SlowdownOption = 1.0,
+    acceptance: AcceptanceOption = None,
+    device: DeviceOption = None,
+    workload: WorkloadOption = None,
+    context: Annotated[int, typer.Option(help="Tokens of context of the prediction.")] = 512,
+    trace: TraceOption = None,
+    only: Annotated[bool, typer.Option("--only", help="Leave out the rows of DESIGN.")] = False,
+    strategy: StrategiesOption = None,
+    tokens: TokensOption = None,
+    seed: Annotated[int, typer.Option(help="Of the modelled text.")] = 0,
+    jobs: JobsOption = None,
+    regret: Annotated[
+        bool, typer.Option("--regret", help="auto against the best fixed schedule, over a grid.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cells of the grid.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Run the schedules in virtual time, on modelled units.
+
+    Prints the table of DESIGN, and rows of your own. With --regret the exit status is 1 if auto is
+    further behind than is allowed.
+    """
+    with reported(debug):
+        from ondevice.apps import simulate as command
+
+        request = command.Request(
+            machine=command.stated_machine(verify_ms, draft_ms, row_cost, draft_rows, slowdown),
+            acceptances=tuple(acceptance or ()),
+            device=device,
+            workload=workload,
+            context=context,
+            trace=trace,
+            only=only,
+            strategies=tuple(strategy or ()),
+            tokens=tokens,
+            seed=seed,
+            jobs=jobs,
+            regret=regret,
+            quick=quick,
+            as_json=json,
         )
         if not command.run(request):
             raise typer.Exit(1)

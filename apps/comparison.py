@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ondevice.apps.margin import NEAR_TIE, margin
 from ondevice.apps.terminal import figure
 from ondevice.engine import Engine
-from ondevice.schedule import STRATEGIES, Sizes, Strategy
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES, Sizes, Strategy
 from ondevice.session import Answer, Options
 
 SEED = 7

@@ -8,8 +8,8 @@ from time import monotonic_ns
 from typing import Protocol
 
 from ondevice.engine import Engine
-from ondevice.schedule import Strategy
 from ondevice.records import StepRecord
+from ondevice.schedule import Strategy
 from ondevice.session import Answer, Options
 
 

@@ -85,14 +85,17 @@ def _chain_sizes(strategy: Strategy) -> Iterable[Sizes]:
 
 
 def worthwhile_draft_rows(table: CostTable) -> list[int]:
-    """Of DRAFT_ROWS: the largest, and smaller ones whose step is cheaper than the next one's."""
-    cost_ms: dict[int, float] = {}
-    for rows in sorted(DRAFT_ROWS, reverse=True):
-        known = [point.alone_ms for point in table.drafter if point.rows >= rows]
-        here_ms = min(known, default=float("inf"))
-        if not cost_ms or here_ms < min(cost_ms.values()):
-            cost_ms[rows] = here_ms
-    return sorted(cost_ms)
+    """The most nodes a step that there is a function for, up to 8, and fewer where they cost less.
+
+    Fewer of DRAFT_ROWS, those whose step is cheaper than the next one's.
+    """
+    widest = min(max(DRAFT_ROWS), max(point.rows for point in table.drafter))
+    costs_ms: dict[int, float] = {}
+    for rows in sorted({widest, *(count for count in DRAFT_ROWS if count < widest)}, reverse=True):
+        here_ms = min(point.alone_ms for point in table.drafter if point.rows >= rows)
+        if here_ms < min(costs_ms.values(), default=float("inf")):
+            costs_ms[rows] = here_ms
+    return sorted(costs_ms)
 
 
 def race(

@@ -98,8 +98,15 @@ class Acceptance:
         return self._by_rank[0]
 
     def expected(self, children: int) -> list[float]:
-        """Chances of the children of a node that has none yet, by rank, on average."""
-        return self._by_rank[:children]
+        """Chances of the children of a node that has none yet, by rank; at most 1 together.
+
+        At most RANKS of them.
+        """
+        left, result = 1.0, []
+        for share in self._by_rank[:children]:
+            result.append(min(share, left))
+            left -= result[-1]
+        return result
 
     def chances(self, claimed: Sequence[float]) -> list[float]:
         """The claims of one node's children in rank order, corrected; at most 1 together."""

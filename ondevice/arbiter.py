@@ -1,10 +1,11 @@
 """Which strategy is in force under `auto`: by measured rates, with the chance to be wrong small.
 
-Plain decoding's rate is known from the costs, so it needs no trial. A way to speculate gives way to
-the next one when even an optimistic reading of its rounds is slower than plain; when all did,
-speculation is parked, and probed again after a while that doubles from one failure to the next.
-Drafting beside the verifier is tried against drafting in turn, and against none, only where the two
-units slow each other down: else overlapping cannot lose.
+Plain decoding's rate is known from the costs, so it needs no trial. A way to speculate is left when
+even an optimistic reading of its rounds is slower than plain: drafting gives way to doing without a
+drafter, if that has not failed too; else speculation is parked, and probed again after a while that
+doubles from one failure to the next. Drafting beside the verifier, drafting in turn and not
+drafting are tried against each other only where the two units slow each other down: else
+overlapping cannot lose. There the two ways to draft take turns in being probed, too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Active = Literal["plain", "sequential", "pipelined", "weightless", "lookup", "lookahead", "jacobi"]
+DRAFTING: tuple[Active, ...] = ("pipelined", "sequential")
+"""Those that use a drafter."""
 
-LEAST_ROUNDS = 4
+LEAST_ROUNDS = 3
 """A trial is not judged before: one round says nothing about the next."""
+WARM_UP_ROUNDS = 16
+"""Rounds before a trial begins all the same when no drafter step ends: the drafter may first have
+to catch up with what was decoded plainly (1,024 tokens took it as long as ten forwards)."""
 ENOUGH_ROUNDS = 48
 """From here on speculation must be better than plain, not only perhaps better: it costs energy."""
 WINDOW_ROUNDS = 64.0
@@ -63,11 +69,20 @@ class Trial:
 
     @property
     def optimistic_rate(self) -> float:
-        """SPREAD standard errors above `rate`; a round deviates by LEAST_DEVIATION at least."""
+        """SPREAD standard errors above `rate`."""
+        return self.rate + SPREAD * self._error
+
+    @property
+    def pessimistic_rate(self) -> float:
+        """SPREAD standard errors below `rate`."""
+        return self.rate - SPREAD * self._error
+
+    @property
+    def _error(self) -> float:
+        """Standard error of `rate`; a round deviates by LEAST_DEVIATION at least."""
         mean = self.tokens / self.rounds
         deviation = math.sqrt(max(LEAST_DEVIATION**2, self.squares / self.rounds - mean * mean))
-        more = SPREAD * deviation * math.sqrt(self.rounds)
-        return (self.tokens + more) / self.elapsed_ms
+        return deviation * math.sqrt(self.rounds) / self.elapsed_ms
 
 
 class Arbiter:
@@ -80,7 +95,6 @@ class Arbiter:
         self._ways: tuple[Active, ...] = ("pipelined", "sequential")
         self._champion: Active = "pipelined"
         self._failed: set[Active] = set()
-        self._rates: dict[Active, float] = {}
         self._rival_name: Active = "sequential"
         self._trial = Trial()
         self._rival = Trial()
@@ -88,16 +102,22 @@ class Arbiter:
         self._pause_left = 0
         self._patience = FIRST_CHALLENGE_ROUNDS
         self._since_challenge = 0
+        self._warm_up_left = WARM_UP_ROUNDS
 
     def begin(self, ways: Sequence[Active]) -> None:
         """An answer that can be speculated for in these `ways`, the most promising first."""
+        if not ways:
+            return
         self._ways = tuple(ways)
-        if self._champion not in ways or (not self.parked and self.strategy not in ways):
-            self._crown(ways[0])
+        if self._champion not in ways:
+            self._champion = ways[0]
+        if not self.parked and self.strategy not in ways:
+            self._crown(self._champion)
 
     def _crown(self, way: Active) -> None:
         self.strategy = self._champion = way
         self._trial = Trial()
+        self._warm_up_left = WARM_UP_ROUNDS if way in DRAFTING else 0
 
     @property
     def parked(self) -> bool:
@@ -114,14 +134,21 @@ class Arbiter:
         """Tokens per millisecond of the latest speculation."""
         return self._trial.rate
 
-    def learn(self, tokens: int, elapsed_ms: float, plain_ms: float, slowdown: float) -> None:
-        """A round is over. plain_ms: of a token; slowdown: of a forward beside the drafter."""
+    def learn(
+        self, tokens: int, elapsed_ms: float, plain_ms: float, slowdown: float, drafted: bool
+    ) -> None:
+        """A round is over.
+
+        plain_ms: of a token. slowdown: of a forward beside the drafter. drafted: whether a drafter
+        step ended in it.
+        """
         if self.parked:
             self._pause_left -= tokens
             if self._pause_left <= 0:
                 self._failed.clear()
-                best = max(self._ways, key=lambda way: self._rates.get(way, 0.0))
-                self._crown(best)
+                self._crown(self._champion)
+        elif self._warm_up_left > 0:
+            self._warm_up_left = 0 if drafted else self._warm_up_left - 1
         elif self.strategy == self._champion:
             self._trial.add(tokens, elapsed_ms)
             self._defend(1 / plain_ms, slowdown)
@@ -132,44 +159,43 @@ class Arbiter:
     def _defend(self, plain_rate: float, slowdown: float) -> None:
         trial = self._trial
         self._since_challenge += 1
-        if trial.count >= LEAST_ROUNDS and trial.optimistic_rate < plain_rate:
-            self._give_way()
-        elif trial.count >= ENOUGH_ROUNDS:
+        established = trial.count >= ENOUGH_ROUNDS
+        rate = trial.rate if established else trial.optimistic_rate
+        if trial.count >= LEAST_ROUNDS and rate < plain_rate:
+            self._give_way(slowdown)
+        elif established:
             self._pause_tokens = FIRST_PAUSE_TOKENS
-            if trial.rate < plain_rate:
-                self._give_way()
-        if slowdown >= WORTH_CHALLENGING and self._since_challenge >= self._patience:
-            self._since_challenge = 0
-            rival = self._next_rival()
-            if not self.parked and rival is not None:
-                self.strategy, self._rival_name, self._rival = rival, rival, Trial()
+            drafts = self._champion in DRAFTING
+            worth = slowdown >= WORTH_CHALLENGING or not drafts
+            if worth and self._since_challenge >= self._patience:
+                self._since_challenge = 0
+                self._challenge()
 
-    def _give_way(self) -> None:
-        """Try the next way that has not failed since the last pause; park when all have."""
-        self._rates[self._champion] = self._trial.rate
+    def _give_way(self, slowdown: float) -> None:
+        """Do without the drafter if that has not failed since the last pause; else park."""
         self._failed.add(self._champion)
-        # Where drafting beside the verifier is slower than plain, in turn is too: no gain from
-        # overlapping makes up for a drafter that is seldom right.
-        if self._champion == "pipelined":
-            self._failed.add("sequential")
-        untried = [way for way in self._ways if way not in self._failed]
-        if untried:
-            self._crown(untried[0])
+        if "weightless" in self._ways and "weightless" not in self._failed:
+            self._crown("weightless")
         else:
-            self._park()
+            self._park(slowdown)
 
-    def _park(self) -> None:
+    def _park(self, slowdown: float) -> None:
         self.strategy = "plain"
         self._pause_left = self._pause_tokens
         self._pause_tokens = min(2 * self._pause_tokens, LONGEST_PAUSE_TOKENS)
+        drafting = [way for way in self._ways if way in DRAFTING]
+        if self._champion not in DRAFTING and drafting:
+            self._champion = drafting[0]
+        elif slowdown >= WORTH_CHALLENGING and drafting:
+            self._champion = drafting[(drafting.index(self._champion) + 1) % len(drafting)]
 
-    def _next_rival(self) -> Active | None:
-        """The way after the one that was tried last."""
+    def _challenge(self) -> None:
+        """Try the way after the one that was tried last."""
         others = [way for way in self._ways if way != self._champion]
-        if not others:
-            return None
-        last = others.index(self._rival_name) if self._rival_name in others else -1
-        return others[(last + 1) % len(others)]
+        if others:
+            last = others.index(self._rival_name) if self._rival_name in others else -1
+            self._rival_name = self.strategy = others[(last + 1) % len(others)]
+            self._rival = Trial()
 
     def _judge_rival(self) -> None:
         rival, champion = self._rival, self._trial
@@ -179,6 +205,6 @@ class Arbiter:
         if not lost and rival.count < CHALLENGE_ROUNDS:
             return
         self._patience *= 2
-        if rival.rate > champion.rate:
+        if rival.pessimistic_rate > champion.rate:
             self._champion, self._trial = self._rival_name, rival
         self.strategy = self._champion

@@ -17,7 +17,6 @@ from ondevice.errors import UnitFailed, UnitLost
 from ondevice.lane import Lane, common_prefix
 from ondevice.ledger import Ledger, emitted_tokens
 from ondevice.policy import Experience, Policy, View, policy_for
-from ondevice.schedule import LEAST_REACH, Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -34,8 +33,9 @@ from ondevice.records import (
     UnitName,
     Verdict,
 )
+from ondevice.schedule import LEAST_REACH, Schedule
 from ondevice.tree import Node, SpeculationTree, riders_of
-from ondevice.weightless import Use, Weightless
+from ondevice.weightless import Weightless
 
 Phase = Literal["idle", "prefill", "answering", "failed"]
 
@@ -62,9 +62,9 @@ class Coordinator:
         weightless: Weightless | None = None,
         experience: Experience | None = None,
     ) -> None:
-        """drafter: whether there is one to command. experience: what is known of the units.
+        """drafter: whether there is one to command. weightless: proposers that need no model.
 
-        weightless: the session's proposers without a model; None has none.
+        experience: what is known of the units.
         """
         self.committed: list[int] = []
         self.tree = SpeculationTree()
@@ -104,6 +104,7 @@ class Coordinator:
             if self.phase == "failed":
                 raise UnitFailed("the verifier failed earlier; open a new session")
             raise RuntimeError("an answer is under way")
+        schedule = schedule.having(self._drafter.alive, self._has_weightless)
         kind = schedule.claim_kind(greedy)
         self._policy = policy_for(schedule, self.experience, kind, len(tokens))
         self._ledger, self._draft_steps = Ledger(self.experience.costs), 0
@@ -115,9 +116,7 @@ class Coordinator:
         self.phase = "prefill"
         self._verifier.load(self.committed, common, prefill=True)
         self._drafter.load(self.committed, common, prefill=schedule.drafts)
-        self._weightless.begin(
-            schedule.use if self._has_weightless else Use(), self.experience.rates
-        )
+        self._weightless.begin(schedule.use, self.experience.rates)
         self._propose_on_host()
         return self._proceed(now_ns)
 
@@ -244,7 +243,8 @@ class Coordinator:
             return
         if not self._speculates:
             root = NodeToken(self.tree.root, self.tree[self.tree.root].token)
-            limit = self._policy.run_tokens(self._tokens_left)
+            left = self._tokens_left
+            limit = self._policy.run_tokens(left) if self._policy.strategy == "plain" else left
             self._verifier.send(StartRun(next(self._steps), root, limit))
             return
         view = self._view(now_ns)
@@ -252,7 +252,7 @@ class Coordinator:
             return
         selection = self._policy.to_verify(view)
         rows = self.tree.rows(selection.nodes)
-        window = selection.window if self._has_weightless else None
+        window = selection.window
         riders = riders_of(rows, self._weightless.riders(window, self.committed), selection.rows)
         self._draft_steps = 0
         assert self.turn is not None
@@ -261,8 +261,8 @@ class Coordinator:
 
     @property
     def _speculates(self) -> bool:
-        proposers = self._drafter.alive or self._weightless.active
-        return proposers and self._policy.strategy != "plain"
+        able = self._drafter.alive or self._weightless.active
+        return able and self._policy.strategy != "plain"
 
     @property
     def _drafting(self) -> StartDraft | None:
@@ -274,7 +274,7 @@ class Coordinator:
         step = self._drafting
         remaining_ms = 0.0
         if step is not None:
-            expected_ms = self.experience.costs.drafter.ms(len(step.rows))
+            expected_ms = self._expected_ms(step)
             passed_ms = (now_ns - self._draft_began_ns) / 1e6
             remaining_ms = max(LEAST_LEFT * expected_ms, expected_ms - passed_ms)
         return View(
@@ -287,6 +287,12 @@ class Coordinator:
             remaining_ms=remaining_ms,
             steps=self._draft_steps,
         )
+
+    def _expected_ms(self, step: StartDraft) -> float:
+        """Text that was decoded plainly goes through the drafter's widest function first."""
+        costs = self.experience.costs.drafter
+        widest = costs.row_counts[-1]
+        return costs.ms(len(step.rows)) + len(step.committed) // widest * costs.ms(widest)
 
     def _grow(self, result: DraftResult, rows: Sequence[DraftRow]) -> None:
         assert self.turn is not None
@@ -318,8 +324,8 @@ class Coordinator:
                 self.tree.add(child, chance)
 
     def _propose_on_host(self) -> None:
-        if self._weightless.active:  # also while parked: their rates are learned at no cost
-            self._weightless.propose(self.tree, self.committed, self._policy.block)
+        """Also while parked: how often guesses are right is then learned at no cost."""
+        self._weightless.propose(self.tree, self.committed, self._policy.block)
 
     @property
     def _prompt_tokens(self) -> int:
@@ -342,29 +348,22 @@ class Coordinator:
         assert turn is not None
         tokens, reason = self._cut(verdict.tokens)
         accepted = verdict.accepted[: len(tokens)]
-        proposers = tuple(self.tree[node].proposer or "" for node in accepted)
-        rows = command.rows if command else ()
-        row_proposers = [
-            self.tree[row.node].proposer or "" if row.node in self.tree else "" for row in rows
-        ]
+        proposers = self.tree.proposers(accepted)
+        by_row: tuple[str, ...] = ()
         if command is not None:
+            by_row = self.tree.proposers([row.node for row in command.rows])
             self._weightless.observe(command, verdict)
         rerooted = self.tree.commit(tokens)
         self.committed.extend(tokens)
-        self._untold.extend(rerooted.committed)
-        self._dropped.extend(rerooted.dropped)
+        if turn.schedule.drafts and self._drafter.alive:
+            self._untold.extend(rerooted.committed)
+            self._dropped.extend(rerooted.dropped)
         self._verifier.held = len(self.committed) - 1
         turn.count += len(tokens)
         context = len(self.committed) - len(tokens) - 1
+        strategy = self._policy.strategy
         record = self._ledger.close_round(
-            self._policy.strategy,
-            verdict,
-            command,
-            rerooted,
-            context,
-            waited_ns,
-            proposers,
-            row_proposers,
+            strategy, verdict, command, rerooted, context, waited_ns, proposers, by_row
         )
         drafting_since_ns = None if self._drafting is None else self._draft_began_ns
         self._policy.learn(record, self._ledger.learn(record, drafting_since_ns, now_ns))

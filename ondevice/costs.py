@@ -17,6 +17,8 @@ DRIFT = 0.03
 """Weight of a new measurement in what is common to all row counts (heat, other load)."""
 LARGEST_SURPRISE = 1.5
 """A step this many times longer or shorter than expected counts as this: one stall is no trend."""
+TREND = 4
+"""Steps in a row of one row count that surprise more than that, all one way: the table is wrong."""
 CONTEXT_GRAIN = 64
 """Tokens; contexts this close cost the same."""
 LEAST_ROW_SLOPE = 0.01
@@ -81,11 +83,12 @@ class StepCosts:
         self._widest_measured = max(self._points)
         self._scale = dict.fromkeys(self._points, 1.0)
         self._drift = 1.0
+        self._surprises: dict[int, list[float]] = {}
         self._curves: dict[tuple[int, float], tuple[list[float], list[int]]] = {}
 
     @property
     def row_counts(self) -> list[int]:
-        """Counts of rows that were measured, ascending."""
+        """Counts of rows that were measured or, since then, observed, ascending."""
         return sorted(self._scale)
 
     def knows(self, rows: int) -> bool:
@@ -129,7 +132,10 @@ class StepCosts:
         return [0.0, *costs[:0:-1]], [0, *counts[:0:-1]]
 
     def exactly(self, rows: int, context: int = 0, beside: float = 0.0) -> float:
-        """Milliseconds of a step of exactly `rows`, not filled up, known or not."""
+        """Milliseconds of a step of exactly `rows`, not filled up, known or not.
+
+        Between measured counts: that of the next wider one. Beyond: on the mean slope.
+        """
         widest = self._widest_measured
         scale = self._scale.get(rows, self._scale[widest])
         if rows in self._points:
@@ -161,7 +167,7 @@ class StepCosts:
         return low_ms + part * max(0.0, high_ms - low_ms)
 
     def observe(self, rows: int, context: int, beside: float, took_ms: float) -> None:
-        """Learn from a step that took `took_ms`."""
+        """Learn from a step that took `took_ms`; what is not above 0 is no measurement."""
         if took_ms <= 0:
             return
         surprise = took_ms / self.exactly(rows, context, beside)
@@ -170,11 +176,27 @@ class StepCosts:
             self._drift *= surprise
         elif rows not in self._scale:
             self._scale[rows] = self._scale[self._widest_measured] * surprise
+        elif trend := self._trend(rows, surprise):
+            self._scale[rows] *= trend
         else:
             surprise = min(LARGEST_SURPRISE, max(1 / LARGEST_SURPRISE, surprise))
             self._scale[rows] *= surprise**FOLLOW
             self._drift *= surprise**DRIFT
         self._curves.clear()
+
+    def _trend(self, rows: int, surprise: float) -> float | None:
+        """The mildest of the last TREND surprises when all were large and the same way."""
+        run = self._surprises.setdefault(rows, [])
+        if run and (run[0] > 1) != (surprise > 1):
+            run.clear()
+        if 1 / LARGEST_SURPRISE <= surprise <= LARGEST_SURPRISE:
+            run.clear()
+            return None
+        run.append(surprise)
+        if len(run) < TREND:
+            return None
+        self._surprises[rows] = []
+        return min(run) if surprise > 1 else max(run)
 
 
 def _mixed(point: CostPoint, beside: float) -> float:

@@ -18,7 +18,6 @@ from ondevice.draftcheck import check_result
 from ondevice.drafters import Drafters
 from ondevice.errors import Closed, OnDeviceError, UnitFailed, UnitLost
 from ondevice.policy import Experience
-from ondevice.schedule import Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -32,6 +31,7 @@ from ondevice.records import (
     UnitName,
 )
 from ondevice.sampling import Law
+from ondevice.schedule import Schedule
 from ondevice.units import DrafterUnit, DraftRequest, RunRequest, VerifierUnit, VerifyRequest
 from ondevice.weightless import Weightless
 from ondevice.worker import Job, UnitWorker

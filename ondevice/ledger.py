@@ -61,13 +61,14 @@ class Ledger:
         """The record of a round that is committed. command: None for a token of a run.
 
         proposers: of the accepted nodes; row_proposers: of all rows of the command, root included.
+        strategy: the one in force; a run is `plain` in any case, as when the drafter is lost.
         """
         rows = command.rows if command else ()
         tokens = len(rerooted.committed)
         drafts, self._drafts = tuple(self._drafts), []
         drafted = _rows_within(rows, depth=tokens)
         return StepRecord(
-            strategy=strategy,
+            strategy=strategy if command else "plain",
             context=context,
             rows=len(rows) + len(command.riders) if command else 1,
             drafted=len(drafted),

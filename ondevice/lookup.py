@@ -79,7 +79,7 @@ class SuffixIndex:
         index._tokens = array("i", np.resize(text, index._mask + 1).astype(np.int32).tobytes())
         index.length = len(tokens)
         hashes = np.zeros(len(tokens), dtype=np.uint32)
-        for back in range(max(SUFFIXES)):
+        for back in range(min(max(SUFFIXES), len(tokens))):
             hashes[back:] = hashes[back:] * MULTIPLIER + text[: len(text) - back] + 1
             if back + 1 in SUFFIXES:
                 index._link_all(SUFFIXES.index(back + 1), hashes[back:-1], back + 1)

@@ -15,6 +15,8 @@ from heapq import nlargest
 
 MOST_ROWS = 32
 """Rows of a verifier forward, root and fill included, unless a schedule says otherwise."""
+PACE_MEMORY_MS = 3000.0
+"""Time until an old round weighs 1/e in the pace."""
 STEPS_AHEAD = 6
 """How many drafter steps are looked ahead when deciding whether to wait."""
 
@@ -78,6 +80,25 @@ class Growth:
             running, waiting = waiting[: self.step_rows], waiting[self.step_rows :]
             wait_ms += self.step_ms
         return best
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens per millisecond of the rounds so far, old ones fading; kept from answer to answer."""
+
+    tokens: float
+    elapsed_ms: float
+
+    @property
+    def value(self) -> float:
+        """Tokens per millisecond."""
+        return self.tokens / self.elapsed_ms
+
+    def learn(self, tokens: int, elapsed_ms: float) -> None:
+        """Take in a round."""
+        keep = max(0.5, 1 - elapsed_ms / PACE_MEMORY_MS)
+        self.tokens = self.tokens * keep + tokens
+        self.elapsed_ms = self.elapsed_ms * keep + elapsed_ms
 
 
 class Block:

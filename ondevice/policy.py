@@ -12,16 +12,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ondevice.acceptance import Acceptance, ClaimKind
-from ondevice.arbiter import Active, Arbiter
+from ondevice.arbiter import DRAFTING, Active, Arbiter
 from ondevice.costs import CostModel
 from ondevice.lookahead import DEFAULT as DEFAULT_WINDOW
-from ondevice.planning import MOST_ROWS, Block, Growth, Worth, best_round, best_step
+from ondevice.planning import MOST_ROWS, Block, Growth, Pace, Worth, best_round, best_step
 from ondevice.proposers import HitRates
 from ondevice.records import StepRecord, Window
-from ondevice.schedule import DRAFTING, Schedule, Sizes
+from ondevice.schedule import Schedule, Sizes
 from ondevice.tree import Node, SpeculationTree
 from ondevice.windows import Windows
 
@@ -30,8 +30,9 @@ LEAST_BLOCK = 3
 TREE_NODES = 128
 """A tree this large is not grown: what lies so far out is rarely reached (2.47 times plain with 96
 nodes on the 8B row of DESIGN section 1, 2.50 with 160, no more with 400)."""
-PACE_MEMORY_MS = 3000.0
-"""Time until an old round weighs 1/e in the pace."""
+REST_ROUNDS = 32
+"""Rounds after which a drafter that was not worth a wait is heard again: what it is worth is known
+from its answers alone, and a step in so many rounds costs less than a hundredth."""
 PACE_PRIOR_ROUNDS = 4.0
 """A pace starts as plain decoding's, which counts as this many rounds."""
 
@@ -46,6 +47,7 @@ class Experience:
         """Of the guesses of proposers without a model, by name."""
         self.arbiter = Arbiter()
         self.windows = Windows()
+        self.paces: dict[Active, Pace] = {}
 
     def copy(self) -> Experience:
         """The same knowledge, which learns on its own from here."""
@@ -194,25 +196,6 @@ class FixedPolicy:
         return f"{self.strategy}, {self._sizes.verify_rows} rows, depth {self._sizes.depth}"
 
 
-@dataclass(slots=True)
-class Pace:
-    """Tokens per millisecond of the rounds so far, old ones fading."""
-
-    tokens: float
-    elapsed_ms: float
-
-    @property
-    def value(self) -> float:
-        """Tokens per millisecond."""
-        return self.tokens / self.elapsed_ms
-
-    def learn(self, tokens: int, elapsed_ms: float) -> None:
-        """Take in a round."""
-        keep = max(0.5, 1 - elapsed_ms / PACE_MEMORY_MS)
-        self.tokens = self.tokens * keep + tokens
-        self.elapsed_ms = self.elapsed_ms * keep + elapsed_ms
-
-
 class RatePolicy:
     """Every decision by the rate formula of `ondevice.planning`, on measured costs."""
 
@@ -228,9 +211,10 @@ class RatePolicy:
         self._windows = experience.windows
         self._block = Block()
         self._accepted = 0.0
+        self._paces = experience.paces
+        self._undrafted_rounds = 0
         plain_ms = self._costs.plain.ms(1, context)
-        prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * plain_ms)
-        self._paces: defaultdict[Active, Pace] = defaultdict(lambda: Pace(*prior))
+        self._prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * plain_ms)
 
     @property
     def strategy(self) -> Active:
@@ -240,7 +224,14 @@ class RatePolicy:
 
     @property
     def _pace(self) -> float:
-        return self._paces[self.strategy].value
+        return self._own_pace.value
+
+    @property
+    def _own_pace(self) -> Pace:
+        pace = self._paces.get(self.strategy)
+        if pace is None:
+            pace = self._paces[self.strategy] = Pace(*self._prior)
+        return pace
 
     def to_expand(self, view: View) -> list[Node]:
         """As many of the likeliest as the cheapest step per reach takes.
@@ -268,9 +259,14 @@ class RatePolicy:
         return best_step(reaches, counts, curve_ms)
 
     def shall_wait(self, view: View) -> bool:
-        """Whether a round after the next drafter steps is worth more than one now."""
+        """Whether a round after the next drafter steps is worth more than one now.
+
+        Or whether the drafter was not heard for REST_ROUNDS.
+        """
         if self.strategy not in DRAFTING:
             return False
+        if self._undrafted_rounds >= REST_ROUNDS and view.steps == 0:
+            return True
         ready = [node.reach for node in view.useful()]
         unexpanded = [node.reach for node in view.unexpanded()]
         rows, step_ms = self._best_step(unexpanded or [1.0], beside=False)
@@ -347,20 +343,29 @@ class RatePolicy:
         """Costs, acceptance, the pace, and under `auto` which strategy shall be in force."""
         for outcome in record.outcomes:
             self._acceptance.learn(outcome)
-        self._paces[self.strategy].learn(record.committed, elapsed_ms)
+        self._undrafted_rounds = 0 if record.drafts else self._undrafted_rounds + 1
         if record.strategy == "jacobi":
             self._block.learn(record.accepted)
-        if self._schedule.window is None and record.strategy != "plain":
-            self._windows.learn(record.window, record.accepted_by.count("lookahead"))
-        if self._schedule.strategy == "auto":
-            plain_ms = self._costs.plain.ms(1, record.context)
-            slowdown = self._costs.slowdown(record.context)
-            self._arbiter.learn(record.committed, elapsed_ms, plain_ms, slowdown)
         if record.strategy != "plain":
             self._accepted += 0.05 * (record.accepted - self._accepted)
+            if self._schedule.window is None:
+                self._windows.learn(record.window, record.accepted_by.count("lookahead"))
+        if record.strategy == self.strategy:  # a run in place of a lost drafter's says nothing
+            self._own_pace.learn(record.committed, elapsed_ms)
+            if self._schedule.strategy == "auto":
+                self._arbitrate(record, elapsed_ms)
         if record.drafted:
             self._arbiter.rows += 0.1 * (record.rows - self._arbiter.rows)
         self._context = record.context
+
+    def _arbitrate(self, record: StepRecord, elapsed_ms: float) -> None:
+        self._arbiter.learn(
+            record.committed,
+            elapsed_ms,
+            plain_ms=self._costs.plain.ms(1, record.context),
+            slowdown=self._costs.slowdown(record.context),
+            drafted=bool(record.drafts),
+        )
 
     @property
     def reason(self) -> str:

@@ -134,13 +134,13 @@ def _wire_result(result: DraftResult) -> tuple[Any, ...]:
         for each in result.proposals
     ]
     times = result.start_ns, result.end_ns
-    return result.step, proposals, *times, result.catch_up_steps, result.window
+    counts = result.catch_up_steps, result.function_rows, result.window
+    return result.step, proposals, *times, *counts
 
 
 def _result(wire: tuple[Any, ...]) -> DraftResult:
-    step, proposals, start_ns, end_ns, catch_up_steps, window = wire
-    found = tuple(Proposal(*each) for each in proposals)
-    return DraftResult(step, found, start_ns, end_ns, catch_up_steps, window)
+    step, proposals, *rest = wire
+    return DraftResult(step, tuple(Proposal(*each) for each in proposals), *rest)
 
 
 class ProcessDrafter:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ondevice.acceptance import ClaimKind
-from ondevice.arbiter import Active
+from ondevice.arbiter import DRAFTING, Active
 from ondevice.records import AcceptanceRule, Window
 from ondevice.weightless import ALL, ProposerName, Use
 
@@ -30,7 +30,6 @@ WEIGHTLESS: dict[Strategy, tuple[ProposerName, ...]] = {
     "jacobi": ("jacobi",),
 }
 """Strategies without a drafter, and whose guesses they use."""
-DRAFTING: tuple[Strategy, ...] = ("sequential", "pipelined")
 
 DEFAULT_CHILDREN = 4
 """Proposals per node of a tree: the fourth is right about once in 20 positions (a = 0.7), and a
@@ -57,7 +56,8 @@ class Schedule:
     """A strategy and its shape.
 
     children: proposals per node; 1 makes chains. sizes: None chooses them from the measured costs.
-    drafter: whether there is one. window: of lookahead, None chooses it by what pays.
+    drafter, weightless: whether there is one, and whether there are proposers that need none.
+    window: of lookahead, None chooses it by what pays.
     """
 
     strategy: Strategy = "auto"
@@ -65,7 +65,13 @@ class Schedule:
     rule: AcceptanceRule = "coupled"
     sizes: Sizes | None = None
     drafter: bool = True
+    weightless: bool = True
     window: Window | None = None
+
+    def having(self, drafter: bool, weightless: bool) -> Schedule:
+        """The same, as far as these are there."""
+        have = self.drafter and drafter, self.weightless and weightless
+        return replace(self, drafter=have[0], weightless=have[1])
 
     @property
     def drafts(self) -> bool:
@@ -75,7 +81,7 @@ class Schedule:
     @property
     def ways(self) -> tuple[Active, ...]:
         """Of `auto`: how to speculate, the most promising first."""
-        drafting: tuple[Active, ...] = ("pipelined", "sequential") if self.drafts else ()
+        drafting = DRAFTING if self.drafts else ()
         return (*drafting, "weightless") if self.use.names else drafting
 
     @property
@@ -89,7 +95,7 @@ class Schedule:
         names = WEIGHTLESS.get(self.strategy, ())
         if self.strategy == "pipelined" or self.strategy == "auto":
             names = () if (chain and self.drafter) or self.sizes is not None else ALL
-        if self.rule == "rejection":
+        if self.rule == "rejection" or not self.weightless:
             names = ()
         if chain:
             names = tuple(name for name in names if name != "lookahead")

@@ -11,18 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 from ondevice.acceptance import MOST_CHILDREN
+from ondevice.arbiter import DRAFTING
 from ondevice.driver import Driver
 from ondevice.errors import BadRequest, ContextOverflow
 from ondevice.policy import Experience
-from ondevice.schedule import (
-    DEFAULT_CHILDREN,
-    DRAFTING,
-    STRATEGIES,
-    WEIGHTLESS,
-    Schedule,
-    Sizes,
-    Strategy,
-)
 from ondevice.prompt import Message, Prompt, PromptReader
 from ondevice.records import (
     AcceptanceRule,
@@ -34,6 +26,14 @@ from ondevice.records import (
     Window,
 )
 from ondevice.sampling import Law, SamplingParams
+from ondevice.schedule import (
+    DEFAULT_CHILDREN,
+    STRATEGIES,
+    WEIGHTLESS,
+    Schedule,
+    Sizes,
+    Strategy,
+)
 from ondevice.statistics import Statistics, Tally
 from ondevice.text import TextStream
 from ondevice.units import TreeShape

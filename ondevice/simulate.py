@@ -9,7 +9,6 @@ from ondevice.coordinator import Coordinator
 from ondevice.costs import CostModel, CostTable
 from ondevice.modelled import ModelledDrafter, ModelledVerifier, Text
 from ondevice.policy import Experience
-from ondevice.schedule import Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -21,6 +20,7 @@ from ondevice.records import (
     Stop,
     UnitName,
 )
+from ondevice.schedule import Schedule
 from ondevice.statistics import Statistics, Tally
 
 ROOT_TOKEN = 2_000

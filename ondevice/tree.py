@@ -139,6 +139,10 @@ class SpeculationTree:
             node.reach = reach * node.chance
             stack.extend((self._nodes[child], node.reach) for child in node.children.values())
 
+    def proposers(self, nodes: Sequence[int]) -> tuple[str, ...]:
+        """Whose each node is; "" for one of nobody's, and for one that has left the tree."""
+        return tuple([self._nodes[n].proposer or "" if n in self._nodes else "" for n in nodes])
+
     def path(self, node: int) -> tuple[NodeToken, ...]:
         """The nodes from below the root down to `node`; empty for the root."""
         at = self._nodes[node]

@@ -13,7 +13,6 @@ from functools import lru_cache
 import numpy as np
 
 from ondevice.coordinator import Coordinator
-from ondevice.schedule import Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
@@ -39,6 +38,7 @@ from ondevice.sampling import (
     walk_coupled,
     walk_rejection,
 )
+from ondevice.schedule import Schedule
 from ondevice.weightless import Weightless
 
 VOCAB = 8

@@ -17,8 +17,8 @@ from ondevice.apps import chat as chat_command
 from ondevice.apps.chat import one_shot_prompt
 from ondevice.apps.terminal import shown, statistics_line, stdout_kept_clean
 from ondevice.engine import Engine
-from ondevice.schedule import STRATEGIES
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 from ondevice.statistics import Statistics
 

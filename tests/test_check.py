@@ -21,9 +21,9 @@ from ondevice.apps.margin import NEAR_TIE, Forced, margin
 from ondevice.apps.prompts import PROMPTS
 from ondevice.drafter import CoreMLDrafter
 from ondevice.engine import Engine
-from ondevice.schedule import STRATEGIES
 from ondevice.records import DraftResult
 from ondevice.sampling import SamplingParams, noise
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 from ondevice.units import DrafterUnit, DraftRequest
 

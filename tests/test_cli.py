@@ -153,7 +153,7 @@ def test_usage_mistakes_are_one_line_that_says_where_help_is(
     assert_one_line(run(*line), 2, *words)
 
 
-@pytest.mark.parametrize("command", [[], ["chat"], ["check"], ["inspect"]])
+@pytest.mark.parametrize("command", [[], ["chat"], ["check"], ["bench"], ["simulate"], ["inspect"]])
 def test_help_is_plain_and_fits_a_terminal(run: Run, command: list[str]) -> None:
     status, out, err = run(*command, "--help")
     assert (status, err) == (0, "")
@@ -165,7 +165,7 @@ def test_no_command_shows_the_commands(run: Run) -> None:
     status, out, _ = run()
     assert status == 0
     commands = [line.split()[0] for line in out.partition("Commands:")[2].splitlines() if line]
-    assert commands == ["chat", "check", "bench", "inspect", "doctor"]
+    assert commands == ["chat", "check", "bench", "simulate", "inspect", "doctor"]
 
 
 def test_version(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
@@ -9,10 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import END, SCRIPTS, VOCAB, World, plain_text
 
+from ondevice.coordinator import Coordinator
+from ondevice.costs import CostModel, table_from
 from ondevice.errors import UnitFailed
-from ondevice.schedule import STRATEGIES, Schedule, Sizes
-from ondevice.records import AcceptanceRule, Window
+from ondevice.modelled import NO_CHILD, BetaText
+from ondevice.policy import Experience
+from ondevice.records import (
+    AcceptanceRule,
+    AnswerLimits,
+    Emit,
+    NodeToken,
+    StartDraft,
+    StartRun,
+    StartVerify,
+    StepRecord,
+    Verdict,
+    Window,
+)
 from ondevice.sampling import Law, SamplingParams
+from ondevice.schedule import STRATEGIES, Schedule, Sizes
+from ondevice.simulate import _Machine
 
 PROMPTS = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12)
 SEEDS = st.integers(0, 2**31)
@@ -138,3 +155,85 @@ def test_without_any_proposer_there_is_one_run():
     text = world.answer([1, 2, 3], SamplingParams(seed=5), Schedule("pipelined"), 12)
     assert text == expected([1, 2, 3], SamplingParams(seed=5), 12)
     assert all(r.drafted == 0 for r in world.records)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_lost_drafter_leaves_one_run_and_is_told_nothing(strategy):
+    """Plain decoding at its full speed: a run of one token at a time would queue no forward."""
+    coordinator = Coordinator(drafter=True)
+    limits = AnswerLimits(500, lambda _: False)
+    coordinator.on_prompt(0, [1], limits, Schedule(strategy), greedy=True)
+    commands = coordinator.on_failure(1, "drafter", UnitFailed("lost"))
+    running = coordinator._verifier.running
+    if isinstance(running, StartVerify):  # a forward that was under way is taken first
+        verdict = Verdict(running.step, (), (3,), (0.0,), 1, 2)
+        commands = coordinator.on_verdict(2, verdict)
+        (running,) = [each for each in commands if isinstance(each, StartRun)]
+    assert isinstance(running, StartRun)
+    assert running.limit >= 499
+    for count in range(400):
+        verdict = Verdict(running.step, (), (count % 7,), (0.0,), 2, 3, more=True)
+        (emit,) = coordinator.on_verdict(3 + count, verdict)
+        assert isinstance(emit, Emit)
+        assert emit.record.strategy == "plain"
+    assert len(coordinator._untold) <= 2
+
+
+def test_a_drafter_that_must_catch_up_is_not_waited_for():
+    """1,000 tokens decoded plainly go through its widest function, 64 at a time."""
+    coordinator = Coordinator(drafter=True)
+    limits = AnswerLimits(5000, lambda _: False)
+    coordinator.on_prompt(0, [1], limits, Schedule("pipelined"), greedy=True)
+    coordinator._drafter.rest(0)
+    coordinator._verifier.rest(0)
+    coordinator.tree.reset(1)
+    coordinator._untold += [NodeToken(-2, 1)] * 1000
+    commands = coordinator._proceed(1)
+    assert any(isinstance(command, StartDraft) for command in commands)
+    assert any(isinstance(command, StartVerify) for command in commands)
+
+
+class Muted:
+    """A text whose drafter is sure and never right."""
+
+    claims = stray_claims = staticmethod(lambda _: (0.9, 0.05))
+    token = staticmethod(lambda _: NO_CHILD)
+
+
+def contents(thing: object, seen: set[int], skipped: tuple[object, ...]) -> int:
+    """Entries of all containers that can be reached through objects of the runtime."""
+    if id(thing) in seen or any(thing is each for each in skipped):
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        inner = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, list | tuple | set | deque):
+        inner = list(thing)
+    elif type(thing).__module__.startswith("ondevice.") and not isinstance(thing, type):
+        names = getattr(type(thing), "__slots__", ())
+        inner = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+        inner += [getattr(thing, name) for name in names if hasattr(thing, name)]
+    else:
+        return 0
+    return len(inner) + sum(contents(each, seen, skipped) for each in inner)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("text", [BetaText(0.7, seed=1), Muted()], ids=["good", "useless"])
+def test_nothing_grows_with_an_answers_length_but_its_text(strategy, text):
+    table = table_from([20 * (1 + 0.03 * rows) for rows in range(32)], [(8, 4.0)])
+    coordinator = Coordinator(drafter=True, experience=Experience(CostModel(table)))
+    sizes: list[int] = []
+    count = 0
+
+    def look(_: StepRecord) -> None:
+        nonlocal count
+        count += 1
+        if count % 50 == 0:
+            sizes.append(contents(coordinator, set(), (coordinator.committed,)))
+
+    schedule = Schedule(strategy)
+    _Machine(table, text, schedule, look).run(coordinator, schedule, 6000)
+    assert len(coordinator.committed) == 6001
+    early, late = sizes[len(sizes) // 4 : len(sizes) // 2], sizes[len(sizes) // 2 :]
+    assert max(late) < 1.5 * max(early) + 500

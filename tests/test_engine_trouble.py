@@ -14,9 +14,9 @@ import pytest
 
 from ondevice.engine import Engine
 from ondevice.errors import ArtifactError, BadRequest, Closed, UnitFailed
-from ondevice.schedule import STRATEGIES
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 from ondevice.worker import UnitWorker
 

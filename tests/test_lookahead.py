@@ -52,14 +52,14 @@ class Published:
     def token(self, place: tuple[int, int], root: int) -> int:
         level, column = place
         if level == 0:
-            return root if column == 0 else self.past[0][column - 1]  # type: ignore[index]
-        return self.past[level][column]  # type: ignore[index]
+            return root if column == 0 else self.past[0][column - 1]
+        return self.past[level][column]
 
     def position(self, place: tuple[int, int], root_at: int) -> int:
         level, column = place
         if level == 0:
             return root_at + column  # item i = column - 1 stands at L + 1 + i
-        offset = len(self.past[0]) + 1 - len(self.past[level])  # type: ignore[arg-type]
+        offset = len(self.past[0]) + 1 - len(self.past[level])
         return root_at + level + offset + column
 
     def visible(self, place: tuple[int, int], root: int) -> list[int]:
@@ -80,15 +80,15 @@ class Published:
             if place[0] == last
         ]
         if self.past[1] is None:
-            self.past[0], self.past[1] = self.past[0][1:], new  # type: ignore[index]
+            self.past[0], self.past[1] = self.past[0][1:], new
         elif self.past[self.n - 2] is None:
             for level in range(last + 1):
-                self.past[level] = self.past[level][1:]  # type: ignore[index]
+                self.past[level] = self.past[level][1:]
             self.past[last + 1] = new[1:]
         else:
             assert len(new) == self.w
             for column in range(self.w):
-                rest = tuple(self.past[level][column] for level in range(1, self.n - 1))  # type: ignore[index]
+                rest = tuple(self.past[level][column] for level in range(1, self.n - 1))
                 self.remember(self.token((0, column), root), (*rest, new[column]))
             self.past[0] = self.past[1][1:]
             for level in range(1, self.n - 2):
@@ -96,8 +96,7 @@ class Published:
             self.past[self.n - 2] = new
         newest = max(at for at, level in enumerate(self.past) if level is not None)
         self.past[newest] = [
-            self.rng.choice(text) if token == END else token
-            for token in self.past[newest]  # type: ignore[union-attr]
+            self.rng.choice(text) if token == END else token for token in self.past[newest]
         ]
 
     def remember(self, key: int, rest: tuple[int, ...]) -> None:
@@ -219,10 +218,10 @@ def test_a_full_window_has_as_many_rows_as_it_says(window):
 
 
 @pytest.mark.parametrize(
-    "window",
-    [Window(1, 3, 1), Window(65, 3, 1), Window(2, 2, 1), Window(2, 11, 1), Window(2, 3, 0)]
-    + [Window(2, 3, 65), Window(64, 10, 5), Window(True, 3, 1), Window(2, 3.0, 1)],  # type: ignore[arg-type]
+    "shape",
+    [(1, 3, 1), (65, 3, 1), (2, 2, 1), (2, 11, 1), (2, 3, 0), (2, 3, 65), (64, 10, 5), (2, 3.0, 1)],
 )
-def test_a_shape_out_of_range_is_refused_by_name(window):
+def test_a_shape_out_of_range_is_refused_by_name(shape):
+    window = Window(*shape)
     with pytest.raises(BadRequest, match=r"lookahead.*[WNG]"):
         checked(window)

@@ -9,9 +9,9 @@ import pytest
 from ondevice.apps.comparison import compare
 from ondevice.apps.prompts import PROMPTS
 from ondevice.engine import Engine
-from ondevice.schedule import STRATEGIES
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 
 MESSAGE = "What is the capital of France?"

@@ -92,7 +92,9 @@ def test_it_proposes_what_the_same_drafter_proposes_here(drafters, params, rule)
                 (p.parent, p.token, p.log_q, p.rank, p.gap, None if p.q is None else p.q.tobytes())
                 for p in result.proposals
             ]
-            answers.append((result.step, flat))
+            counts = result.catch_up_steps, result.function_rows, result.window
+            assert result.function_rows > 0
+            answers.append((result.step, counts, flat))
         assert answers[0] == answers[1]
         assert answers[0][1]
         committed = ()
