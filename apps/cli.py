@@ -41,6 +41,16 @@ StrategiesOption = Annotated[
     list[str] | None,
     typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
 ]
+LookaheadOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="W,N,G", help="Shape of the lookahead window; chosen by what pays if left out."
+    ),
+]
+LookupOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Text to propose continuations from, beside the chat's."),
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -109,16 +119,8 @@ def chat(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated."),
     ] = None,
-    lookahead: Annotated[
-        str | None,
-        typer.Option(
-            metavar="W,N,G", help="Shape of the lookahead window; chosen by what pays if left out."
-        ),
-    ] = None,
-    lookup: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Text to propose continuations from, beside the chat's."),
-    ] = None,
+    lookahead: LookaheadOption = None,
+    lookup: LookupOption = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show the figures of each answer, on stderr.")
     ] = False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -128,24 +129,14 @@ class ScriptedVerifier:
             accepted, tokens = walk_rejection(rows, log_p, law, position)
         else:
             accepted, tokens = walk_coupled(rows, choose)
-        everything = [*rows, *command.riders]
-        likeliest = [
-            int(np.argmax(logits(history_with_path(self.cache, everything, index))))
-            for index in range(len(rows), len(everything))
-        ]
+        every = [*rows, *command.riders]
+        riding = [history_with_path(self.cache, every, at) for at in range(len(rows), len(every))]
+        likeliest = [int(np.argmax(logits(history))) for history in riding]
         chosen = tuple(choose(index) for index in range(len(rows)))
         self.cache.extend([rows[0].token, *tokens[:-1]])
         nodes = tuple(rows[index].node for index in accepted)
-        return Verdict(
-            command.step,
-            nodes,
-            tuple(tokens),
-            (0.0,) * len(tokens),
-            0,
-            1,
-            row_tokens=chosen,
-            rider_tokens=tuple(likeliest),
-        )
+        verdict = Verdict(command.step, nodes, tuple(tokens), (0.0,) * len(tokens), 0, 1)
+        return replace(verdict, row_tokens=chosen, rider_tokens=tuple(likeliest))
 
     def run_one(self, law: Law, ended: bool) -> Verdict:
         run = self.run
