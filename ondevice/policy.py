@@ -209,6 +209,7 @@ class RatePolicy:
         if schedule.strategy == "auto":
             self._arbiter.begin(schedule.ways)
         self._windows = experience.windows
+        self._looks_ahead = "lookahead" in schedule.use.names
         self._block = Block()
         self._accepted = 0.0
         self._paces = experience.paces
@@ -309,7 +310,9 @@ class RatePolicy:
     def _window(self, view: View, reaches: Sequence[float]) -> Window | None:
         """Of lookahead, if it is used: the one that was set, else what pays."""
         schedule = self._schedule
-        if "lookahead" not in schedule.use.names or schedule.window is not None:
+        if not self._looks_ahead:
+            return None
+        if schedule.window is not None:
             return schedule.window
         without = self._best_round(view, reaches, 0).value
         return self._windows.choose(
@@ -348,7 +351,7 @@ class RatePolicy:
             self._block.learn(record.accepted)
         if record.strategy != "plain":
             self._accepted += 0.05 * (record.accepted - self._accepted)
-            if self._schedule.window is None:
+            if self._looks_ahead and self._schedule.window is None:
                 self._windows.learn(record.window, record.accepted_by.count("lookahead"))
         if record.strategy == self.strategy:  # a run in place of a lost drafter's says nothing
             self._own_pace.learn(record.committed, elapsed_ms)

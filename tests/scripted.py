@@ -125,16 +125,15 @@ class ScriptedVerifier:
             return law.choose(logits(history), history)
 
         if command.rule == "rejection":
-            position = len(self.cache) + 1
-            accepted, tokens = walk_rejection(rows, log_p, law, position)
+            accepted, tokens = walk_rejection(rows, log_p, law, len(self.cache) + 1)
         else:
             accepted, tokens = walk_coupled(rows, choose)
-        every = [*rows, *command.riders]
-        riding = [history_with_path(self.cache, every, at) for at in range(len(rows), len(every))]
+        every, first = [*rows, *command.riders], len(rows)
+        riding = [history_with_path(self.cache, every, at) for at in range(first, len(every))]
         likeliest = [int(np.argmax(logits(history))) for history in riding]
-        chosen = tuple(choose(index) for index in range(len(rows)))
+        chosen = tuple(choose(at) for at in range(first))
         self.cache.extend([rows[0].token, *tokens[:-1]])
-        nodes = tuple(rows[index].node for index in accepted)
+        nodes = tuple(rows[at].node for at in accepted)
         verdict = Verdict(command.step, nodes, tuple(tokens), (0.0,) * len(tokens), 0, 1)
         return replace(verdict, row_tokens=chosen, rider_tokens=tuple(likeliest))
 

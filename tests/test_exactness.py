@@ -107,7 +107,7 @@ def check(engine: Engine, texts: Sequence[str], law: SamplingParams) -> None:
                 assert found is None or found.near_tie, found
                 if options.sizes is not None:
                     drafted[name] += answer.stats.num_draft_tokens
-    assert len(drafted) == 4
+    assert len(drafted) == 4 + 4 * len(SIZED)
     assert all(drafted.values()), drafted
 
 
