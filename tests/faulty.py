@@ -17,16 +17,13 @@ Plant = Callable[[VerifyRequest, Verdict], Verdict]
 
 
 class FaultyVerifier(MLXVerifier):
-    """Tells another token than its own wherever rows were speculated."""
+    """Tells another token than its own, but not in a plain run."""
 
     plant: Plant
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         verdicts = super().verify(requests)
-        return [
-            self.plant(request, verdict) if len(request.rows) > 1 else verdict
-            for request, verdict in zip(requests, verdicts, strict=True)
-        ]
+        return [self.plant(*pair) for pair in zip(requests, verdicts, strict=True)]
 
 
 DRAFTING_PAYS = table_from([1000.0 + n for n in range(16)], [(8, 1.0), (64, 1.0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ def test_every_figure_is_what_the_units_took(bed) -> None:
         assert point.alone_ms == near(forward_ms(point.rows, point.context))
         assert point.beside_ms == near(point.alone_ms * VERIFIER_SLOWDOWN)
     for point in found.table.plain:
-        assert point.alone_ms == near(15 + point.context / 128)  # not three times that
+        assert point.alone_ms == near(15 + point.context / 128)
         assert point.beside_ms == near(point.alone_ms * VERIFIER_SLOWDOWN)
     assert [point.rows for point in found.table.drafter] == list(DRAFTER_ROWS)
     for point in found.table.drafter:
@@ -97,17 +98,10 @@ def test_single_stalls_do_not_count(bed) -> None:
         assert point.beside_ms == near(point.alone_ms * VERIFIER_SLOWDOWN)
 
 
-def test_a_token_that_is_read_late_does_not_make_plain_decoding_cheaper(bed) -> None:
-    each = bed(drafter=False)
-    late = itertools.cycle([0.9, 1.0, 1.4, 0.6])  # the pace of a run is that of all its tokens
-    each.world.disturb = lambda unit, rows: next(late)
-    assert each.calibrate().table.plain[0].alone_ms == near(16)
-
-
 def test_cliffs_are_believed_only_where_the_passes_agree(bed) -> None:
     each = bed()
-    noise = itertools.cycle([1.0, 2.0, 1.3, 1.7, 3.1, 1.2, 1.1])
-    each.world.disturb = lambda unit, rows: next(noise)
+    noise = random.Random(5)
+    each.world.disturb = lambda unit, rows: noise.choice([1.0, 2.0, 1.3, 1.7, 3.1, 1.2, 1.1])
     found = each.calibrate()
     assert found.spread > module.LARGE_SPREAD
     for context in (128, 1024):
@@ -200,7 +194,7 @@ def test_a_slow_machine_is_measured_as_far_as_time_allows(bed, pace: int) -> Non
     each = bed()
     each.world.pace = pace
     found = each.calibrate()
-    longest_s = pace * 3 * 60 / 1e3  # a plain run with its first forward
+    longest_s = pace * 5 * 2 * 16 / 1e3  # a plain run, twice
     # Nothing can be measured without the texts of 16 and of 128 tokens.
     assert found.took_s <= max(LIMIT_S, pace * 0.144) + longest_s
     assert found.table.plain[0].alone_ms == near(pace * 16)

@@ -240,7 +240,7 @@ def test_a_person_at_a_terminal(tiny_pair: Path, tmp_path: Path) -> None:
 
 def _talk_like_a_person(terminal: Terminal) -> None:
     banner = terminal.wait_for(">>>")
-    assert "pipelined" in banner
+    assert "auto" in banner
     assert "emulated Core ML" in banner
     assert "MLX on CPU" in banner
     assert "Ctrl-D or /bye leaves" in banner
@@ -281,8 +281,8 @@ def test_a_narrow_terminal_keeps_columns_and_words_whole(tiny_pair: Path, tmp_pa
         assert "Ctrl-C        stop the answer; what was" in table
         assert "              said stays in the" in table
         options = lines_of(terminal.type("/set\r", "seed random.*>>>"))
-        assert "strategy pipelined  max-tokens 512" in options
-        assert "repetition-penalty 1.0  seed random" in options
+        assert "strategy auto  max-tokens 512  stop none" in options
+        assert "min-p 0.0  repetition-penalty 1.0" in options
         assert terminal.finish("\x04") == 0
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from ondevice.apps import comparison
 from ondevice.apps.comparison import compare
 from ondevice.apps.prompts import PROMPTS
 from ondevice.engine import Engine
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
-from ondevice.schedule import STRATEGIES
+from ondevice.schedule import STRATEGIES, Sizes
 from ondevice.session import Options
 
 MESSAGE = "What is the capital of France?"
@@ -38,8 +39,11 @@ def test_the_default_pair_says_the_same_under_every_schedule(engine):
 
 
 @pytest.mark.slow
-def test_thirty_prompts_are_the_same_under_every_schedule(engine):
-    report = compare(engine, PROMPTS, 64, lambda: None)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_thirty_prompts_are_the_same_under_every_schedule(engine, monkeypatch, temperature):
+    monkeypatch.setattr(comparison, "LAWS", (SamplingParams(temperature=temperature, seed=7),))
+    monkeypatch.setattr(comparison, "SIZES", Sizes(verify_rows=4, depth=1))  # an emulated drafter
+    report = compare(engine, PROMPTS, 48, lambda: None)
     assert len(PROMPTS) == 30
     assert report.passed, report
 

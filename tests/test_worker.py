@@ -74,7 +74,7 @@ def test_nobody_has_two_turns_while_another_waits(arrivals, seed):
             left.setdefault(owner, deque()).append(count)
             waiting.setdefault(owner, len(turns))
         owner, item = rotation.take()
-        assert item[0] == owner and item[1] == left[owner][0], "its own items lost their order"
+        assert item == [owner, left[owner][0]], "its own items lost their order"
         since = turns[waiting.pop(owner) :]
         assert all(count <= 1 for count in Counter(since).values()), "somebody had two turns"
         turns.append(owner)
@@ -128,7 +128,8 @@ def test_a_job_that_raises_fails_alone():
     assert worker.call(lambda unit: 7) == 7
     assert [type(error) for error in bad.errors] == [UnitFailed]
     assert "ZeroDivisionError" in str(bad.errors[0])
-    assert good.errors == [] and worker.lost is None
+    assert good.errors == []
+    assert worker.lost is None
     worker.close()
 
 
@@ -221,7 +222,8 @@ def test_a_step_is_overdue_at_the_second_look_only(monkeypatch):
     watch = Stopwatch(SHORT)
     watch.start()
     now[0] = 0.05
-    assert not watch.overdue() and watch.patience_s() == pytest.approx(0.05)
+    assert not watch.overdue()
+    assert watch.patience_s() == pytest.approx(0.05)
     now[0] = 100.0
     assert not watch.overdue()
     assert watch.patience_s() == pytest.approx(GRACE_S)
