@@ -16,6 +16,7 @@ from types import FrameType
 from ondevice.apps.opening import open_engine
 from ondevice.apps.terminal import keys_unseen, note_fields, shown, statistics_line, waiting
 from ondevice.apps.wordwrap import answer_writer
+from ondevice.corpus import read_text
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest
 from ondevice.records import Window
@@ -61,6 +62,8 @@ def run(request: Request, open_pair: Callable[[str], Engine] | None = None) -> N
         open_pair = partial(open_engine, measure=request.options.strategy != "plain")
     open_pair = partial(_opened, open_pair, request.lookup)
     check_options(request.options)
+    if request.lookup is not None:
+        read_text(request.lookup)  # what is wrong with it shall be said before a pair is opened
     whole_text(request.system or "", "the system message")
     interactive = request.prompt is None and sys.stdin.isatty()
     if interactive and request.as_json:

@@ -23,9 +23,7 @@ def read_corpus(file: Path, tokenizer: PreTrainedTokenizerBase) -> SuffixIndex:
     Raises BadRequest when it cannot be read, is no text, has no token, or is larger than MOST_BYTES
     or MOST_TOKENS.
     """
-    tokens = tokenizer.encode(_read(file), add_special_tokens=False)
-    if not tokens:
-        raise BadRequest(f"{file} is empty; name a text file to look into, or leave --lookup out")
+    tokens = tokenizer.encode(read_text(file), add_special_tokens=False)
     if len(tokens) > MOST_TOKENS:
         memory_mib = MOST_TOKENS * BYTES_A_TOKEN >> 20
         raise BadRequest(
@@ -35,7 +33,8 @@ def read_corpus(file: Path, tokenizer: PreTrainedTokenizerBase) -> SuffixIndex:
     return SuffixIndex.of(tokens)
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """What is in it; raises BadRequest as `read_corpus` does, but for MOST_TOKENS."""
     try:
         size = file.stat().st_size
         if size > MOST_BYTES:
@@ -47,6 +46,8 @@ def _read(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise BadRequest(f"cannot look into {file}: {reason}; name a text file") from error
+    if not text:
+        raise BadRequest(f"{file} is empty; name a text file to look into, or leave --lookup out")
     if "\0" in text:
         raise BadRequest(f"cannot look into {file}: it is binary; name a text file")
     return text

@@ -97,7 +97,9 @@ class Windows:
         if self.chosen is None:
             self._pause_left = self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        elif self.chosen != before:
+        elif self.chosen == before:
+            self._pause = FIRST_PAUSE
+        else:
             self._fresh = 0
             if not costs.knows(self.chosen.riders + 1):
                 self._rounds = DECIDED_EVERY - 1  # one forward, and then decide with its cost
