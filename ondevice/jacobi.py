@@ -32,7 +32,6 @@ class Jacobi:
         """Guesses that a block shall have; shorter ones are filled up with tokens of the text."""
         self._said: list[int] = []
         self._before: list[int] = []
-        self._at = 0
 
     def prior(self, kind: Kind) -> float:
         """A guess that was said twice is likelier; a filled one is hardly ever right."""
@@ -41,8 +40,8 @@ class Jacobi:
 
     def propose(self, committed: Sequence[int]) -> list[Guess]:
         """The block, a chain; see `HostProposer`."""
-        said = self._said if self._at == len(committed) else []
-        block = said[:MOST_GUESSES]
+        block = self._said[:MOST_GUESSES]
+        self._said = []  # of one forward; plain decoding says nothing
         kinds: list[Kind] = []
         for depth, token in enumerate(block):
             same = depth < len(self._before) and self._before[depth] == token
@@ -60,6 +59,8 @@ class Jacobi:
     def observe(self, command: StartVerify, verdict: Verdict) -> None:
         """Keep what was said below the longest line of rows that begins with the accepted ones."""
         rows, said = command.rows, verdict.row_tokens
+        if len(said) < len(rows):  # a verifier that does not tell
+            return
         line = _longest_line(rows, verdict.accepted)
         committed = len(verdict.tokens)
         behind = line[committed:]

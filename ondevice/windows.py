@@ -62,8 +62,8 @@ class Windows:
 
     def __init__(self) -> None:
         self.chosen: Window | None = None
-        self._brought = 0.0
-        self._expected = 0.0
+        # The assumption is made of rounds that fade as all others do.
+        self._brought = self._expected = TRUST_ROUNDS * _assumed(SHAPES[0])
         self._rounds = 0
         self._fresh = 0
         self._pause = FIRST_PAUSE
@@ -72,8 +72,7 @@ class Windows:
     @property
     def factor(self) -> float:
         """What windows bring, as a part of what is assumed of their shapes."""
-        trust = TRUST_ROUNDS * _assumed(SHAPES[0])
-        return (self._brought + trust) / (self._expected + trust)
+        return self._brought / self._expected
 
     def choose(self, worth: Worth, costs: StepCosts) -> Window | None:
         """The window for the next forward.
@@ -110,7 +109,7 @@ class Windows:
             if self._pause_left > 0:
                 self._pause_left -= 1
                 if self._pause_left == 0:
-                    self._forget_half()
+                    self._hope_again()
             return
         self._rounds += 1
         self._fresh += 1
@@ -120,10 +119,11 @@ class Windows:
         self._brought = self._brought * keep + accepted
         self._expected = self._expected * keep + _assumed(used)
 
-    def _forget_half(self) -> None:
+    def _hope_again(self) -> None:
         """A pause is over: what was learned before it says less about what comes."""
-        self._brought /= 2
-        self._expected /= 2
+        hope = TRUST_ROUNDS * _assumed(SHAPES[0])
+        self._brought = (self._brought + hope) / 2
+        self._expected = (self._expected + hope) / 2
 
 
 def _assumed(shape: Window) -> float:
