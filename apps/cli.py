@@ -262,7 +262,7 @@ def simulate(
     workload: WorkloadOption = None,
     context: Annotated[int, typer.Option(help="Tokens of context of the prediction.")] = 512,
     trace: TraceOption = None,
-    only: Annotated[bool, typer.Option("--only", help="Leave out the rows of DESIGN.")] = False,
+    only: Annotated[bool, typer.Option("--only", help="Leave out the six built-in rows.")] = False,
     strategy: StrategiesOption = None,
     tokens: TokensOption = None,
     seed: Annotated[int, typer.Option(help="Of the modelled text.")] = 0,
@@ -276,8 +276,8 @@ def simulate(
 ) -> None:
     """Run the schedules in virtual time, on modelled units.
 
-    Prints the table of DESIGN, and rows of your own. With --regret the exit status is 1 if auto is
-    further behind than is allowed.
+    Prints six built-in machines, beside what the project's design says of them, and rows of your
+    own. With --regret the exit status is 1 if auto is further behind than is allowed.
     """
     with reported(debug):
         from ondevice.apps import simulate as command

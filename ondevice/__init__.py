@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ondevice.engine import Engine
     from ondevice.errors import OnDeviceError, UserError
+    from ondevice.policy import Sizes
     from ondevice.prompt import Message
     from ondevice.sampling import SamplingParams
     from ondevice.session import Answer, Options, Piece, Session
@@ -25,6 +26,7 @@ _HOMES = {
     "Piece": "session",
     "SamplingParams": "sampling",
     "Session": "session",
+    "Sizes": "policy",
     "Statistics": "statistics",
     "UserError": "errors",
 }
@@ -38,6 +40,7 @@ __all__ = [
     "Piece",
     "SamplingParams",
     "Session",
+    "Sizes",
     "Statistics",
     "UserError",
     "__version__",

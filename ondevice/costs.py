@@ -21,6 +21,11 @@ TREND = 4
 """Steps in a row of one row count that surprise more than that, all one way: the table is wrong."""
 CONTEXT_GRAIN = 64
 """Tokens; contexts this close cost the same."""
+CURVE_GRAIN = 0.01
+"""Curves are computed again once costs have moved by this part: a tenth of a millisecond a curve,
+and a round looks at three."""
+KEPT_CURVES = 8
+"""Alone and beside, at the present context and the one before: a text grows."""
 LEAST_ROW_SLOPE = 0.01
 """Beyond the widest measured forward each row costs at least this part of a single row."""
 
@@ -84,6 +89,7 @@ class StepCosts:
         self._scale = dict.fromkeys(self._points, 1.0)
         self._drift = 1.0
         self._surprises: dict[int, list[float]] = {}
+        self._moved = 0.0
         self._curves: dict[tuple[int, float], tuple[list[float], list[int]]] = {}
 
     @property
@@ -115,6 +121,8 @@ class StepCosts:
         key = (context // CONTEXT_GRAIN, round(beside, 1))
         known = self._curves.get(key)
         if known is None or len(known[0]) <= most:
+            if len(self._curves) >= KEPT_CURVES:  # of contexts that the text has left behind
+                self._curves.clear()
             known = self._curves[key] = self._computed(most, context, beside)
         return known
 
@@ -182,6 +190,10 @@ class StepCosts:
             surprise = min(LARGEST_SURPRISE, max(1 / LARGEST_SURPRISE, surprise))
             self._scale[rows] *= surprise**FOLLOW
             self._drift *= surprise**DRIFT
+            self._moved += (FOLLOW + DRIFT) * abs(math.log(surprise))
+            if self._moved < CURVE_GRAIN:
+                return
+        self._moved = 0.0
         self._curves.clear()
 
     def _trend(self, rows: int, surprise: float) -> float | None:

@@ -6,7 +6,7 @@ node's reach is the product of the chances from the root down to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -175,21 +175,18 @@ class SpeculationTree:
 
     def _keep_below(self, root: Node, passed: set[int]) -> tuple[int, ...]:
         """Make `root` the top; returns what was neither below it nor among `passed`."""
+        nodes = self._nodes
+        root.parent, root.chance, root.reach = -1, 1.0, 1.0
         kept = {root.id: root}
-        for node in self._below(root.id):
-            kept[node] = self._nodes[node]
-        dropped = tuple(node for node in self._nodes if node not in kept and node not in passed)
-        self._nodes = kept
-        root.parent, root.chance = -1, 1.0
-        self._reach_again(root, 1.0)
-        return dropped
-
-    def _below(self, node: int) -> Iterator[int]:
-        stack = list(self._nodes[node].children.values())
+        stack = [root]
         while stack:
-            at = stack.pop()
-            yield at
-            stack.extend(self._nodes[at].children.values())
+            node = stack.pop()
+            for each in node.children.values():
+                child = kept[each] = nodes[each]
+                child.reach = node.reach * child.chance
+                stack.append(child)
+        self._nodes, self._sorted = kept, None
+        return tuple([node for node in nodes if node not in kept and node not in passed])
 
     def likeliest(self) -> Sequence[Node]:
         """All nodes, the root first, then by falling reach.
