@@ -216,4 +216,4 @@ def test_a_window_out_of_range_is_the_users_mistake(engine: Engine):
     with pytest.raises(BadRequest, match="lookahead's N"):
         engine.generate("a", Options(strategy="lookahead", window=Window(5, 2, 5)))
     with pytest.raises(BadRequest, match="must be a Window"):
-        engine.generate("a", Options(strategy="lookahead", window=(5, 4, 5)))  # type: ignore[arg-type]
+        engine.generate("a", Options(strategy="lookahead", window=(5, 4, 5)))
