@@ -101,11 +101,11 @@ def best_of(kind: Kind, world: World, tokens: int) -> Column:
 def free_drafter(world: World, tokens: int) -> Entrant:
     """The best sequential tree of a drafter that takes no time and slows nothing down.
 
-    Or plain decoding, where not even that is faster.
+    Of fixed sizes or sized by the rate formula; or plain decoding, where not even that is faster.
     """
     point = CostPoint(FREE_DRAFT_ROWS, 0, FREE_MS, FREE_MS)
     table = CostTable(world.table.verifier, world.table.plain, (point,))
-    schedules = [Schedule("plain")] + [
+    schedules = [Schedule("plain"), Schedule("sequential", CHILDREN)] + [
         Schedule("sequential", CHILDREN, sizes=Sizes(rows, depth, FREE_DRAFT_ROWS))
         for rows in FREE_ROWS
         for depth in FREE_DEPTHS

@@ -126,7 +126,7 @@ def _sizes(entrant: Entrant) -> str:
     """Rows x depth, and x rows drafted a step where they are not the usual."""
     sizes = entrant.schedule.sizes
     if sizes is None:
-        return entrant.schedule.strategy
+        return "plain" if entrant.schedule.strategy == "plain" else "rate"
     tree, drafted = entrant.schedule.children > 1, sizes.draft_rows
     more = f"x{drafted}" if tree and drafted != USUAL_DRAFT_ROWS else ""
     return f"{sizes.verify_rows}x{sizes.depth}{more}"
@@ -148,7 +148,8 @@ def _lines(rows: Sequence[Row], plan: Plan, seed: int) -> list[str]:
     if any(row.free is not None for row in rows):
         lines.append(
             "of free drafter: speed of auto over that with a drafter that takes no time, which is "
-            f"given below: sequential tree, {USUAL_DRAFT_ROWS} rows a step, best rows x depth."
+            f"given below: sequential tree, {USUAL_DRAFT_ROWS} rows a step, best rows x depth "
+            "or rate."
         )
     # A machine that several rows share is described once.
     details = dict.fromkeys((row.case.detail, row.case.notes) for row in rows)

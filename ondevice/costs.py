@@ -216,7 +216,7 @@ def _mixed(point: CostPoint, beside: float) -> float:
 
 
 class CostModel:
-    """What this machine takes for the steps of one pair; shared by the sessions of an engine."""
+    """What this machine takes for the steps of one pair, as far as its owner has seen."""
 
     def __init__(self, table: CostTable = ASSUMED) -> None:
         self.table = table

@@ -94,8 +94,7 @@ class Driver:
         Closing the iterator, or an exception thrown into it, ends it too. Raises Closed.
         """
         with self._lock:
-            if self._closed:
-                raise Closed("this session is closed; open another one")
+            self.check_open()
             self._cancelled = cancelled
         self._law, self._schedule = law, schedule
         coordinator = self.coordinator
@@ -120,6 +119,11 @@ class Driver:
             if not stopped:
                 cancelled.set()
                 self._carry_out(self._cancel_if_asked())
+
+    def check_open(self) -> None:
+        """Raise Closed once `close` was called."""
+        if self._closed:
+            raise Closed("this session is closed; open another one")
 
     def _next_event(self) -> Event:
         """Wait for an event; meanwhile, see that the drafter does not hang."""

@@ -374,13 +374,19 @@ class RatePolicy:
     def reason(self) -> str:
         """What was measured: the costs against the acceptance when parked, else the gain."""
         arbiter, costs = self._arbiter, self._costs
-        acceptance = f"acceptance {self._acceptance.first_choice:.2f}"
+        acceptance = "acceptance not known yet"
         if not self._schedule.drafts:
             acceptance = f"{self._accepted:.2f} tokens accepted a forward"
+        elif self._acceptance.seen:
+            acceptance = f"acceptance {self._acceptance.first_choice:.2f}"
         if self.strategy == "plain":
             rows = max(2, round(arbiter.rows))
             one_ms, rows_ms = (costs.verifier.ms(n, self._context) for n in (1, rows))
-            return f"parked: {rows} rows cost {rows_ms / one_ms:.1f}x one row, {acceptance}"
+            _, draft_ms = self._best_step([1.0] * MOST_ROWS, beside=False)
+            return (
+                f"parked: {rows} rows cost {rows_ms / one_ms:.1f}x one row, "
+                f"a draft step {draft_ms / one_ms:.1f}x, {acceptance}"
+            )
         gain = arbiter.rate * costs.plain.ms(1, self._context)
         if gain == 0:
             return f"{self.strategy}: too early to say, {acceptance}"

@@ -80,8 +80,10 @@ class Options:
         if self.children is not None:
             _require_count("children", self.children, MOST_CHILDREN)
         if self.sizes is not None:
-            if not isinstance(self.sizes, Sizes) or self.strategy == "auto":
-                raise BadRequest(f"sizes must be Sizes of a set strategy, got {self.sizes!r}")
+            if not isinstance(self.sizes, Sizes):
+                raise BadRequest(f"sizes must be ondevice.Sizes, got {self.sizes!r}")
+            if self.strategy == "auto":
+                raise BadRequest("sizes need a strategy to be set; auto chooses its own")
             for name, size in asdict(self.sizes).items():
                 _require_count(name.replace("_", " "), size, MOST_SIZE)
         if self.window is not None:
@@ -195,6 +197,7 @@ class Session:
     ) -> Generator[Piece, None, None]:
         if options is not None and not isinstance(options, Options):
             raise BadRequest(f"options must be Options, got {options!r}")
+        self._driver.check_open()
         if not self._busy.acquire(blocking=False):
             raise BadRequest("this session is answering; wait for it, or open another one")
         self._cancelled = cancelled
@@ -338,11 +341,11 @@ class Session:
         reasons = [set_reason]
         if schedule.strategy == "auto":
             reasons.insert(0, coordinator.reason)
-        elif schedule.strategy != "plain" and not tally.steps and tally.tokens > 1:
-            reasons.append("no draft was worth its time")
         error = coordinator.drafter_error
         if error is not None and schedule.drafts:
             reasons.append(f"without the drafter since it failed: {error}")
+        elif schedule.strategy not in ("auto", "plain") and not tally.steps and tally.tokens > 1:
+            reasons.append("no draft was worth its time")
         return "; ".join(reason for reason in reasons if reason)
 
 
