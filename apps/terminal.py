@@ -128,9 +128,19 @@ def statistics_line(stats: Statistics) -> str:
             f"accepted {figure(accepted, '.1f')} of {figure(drafted, '.1f')} per step",
             f"drafter {figure(stats.drafter_busy, '.0%')}",
             f"verifier {figure(stats.verifier_busy, '.0%')}",
+            *_proposers(stats),
             stats.reason,
         )
     )
+
+
+def _proposers(stats: Statistics) -> Iterator[str]:
+    """Whose tokens were drafted, and the window that rode along."""
+    for name, counts in stats.proposers.items():
+        yield f"{name} {', '.join(f'{count} {what}' for what, count in counts.items())}"
+    if stats.lookahead is not None:
+        shape = " ".join(f"{letter} {size}" for letter, size in stats.lookahead.items())
+        yield f"window {shape}"
 
 
 def figure(value: float | None, form: str, unit: str = "") -> str:

@@ -82,6 +82,7 @@ class Ledger:
             outcomes=rerooted.outcomes,
             drafts=drafts,
             drafted_by=tuple(row_proposers[row] for row in drafted),
+            offered_by=rerooted.offered,
             window=command.window if command else None,
         )
 

@@ -30,6 +30,11 @@ DEFAULT = Window(columns=7, ngram=4, guesses=7)
 TEXT = "ngrams"
 """What n-grams are called that are the text's own: no window was needed for them."""
 
+KINDS: list[list[list[Kind]]] = [
+    [[(age, depth, found) for found in (0, 1)] for depth in range(3)] for age in range(4)
+]
+"""Of guesses: how many n-grams are newer, how deep in its own, whether a window found it."""
+
 
 class JacobiWindow:
     """The window's tokens; `levels[l]` are those of level l, level 0 without its first column."""
@@ -98,7 +103,7 @@ class Lookahead:
         self._seen: list[int] = []
 
     def prior(self, kind: Kind) -> float:
-        """By how many n-grams are newer, how deep in its own a token is, and who found it."""
+        """See `KINDS`."""
         age, depth, _ = kind
         return (0.25, 0.12, 0.08, 0.05)[age] if depth == 0 else 0.45
 
@@ -113,7 +118,7 @@ class Lookahead:
                 at = known.get((parent, token))
                 if at is None:
                     at = known[parent, token] = len(guesses)
-                    kind = (min(age, 3), min(depth, 2), int(found))
+                    kind = KINDS[min(age, 3)][min(depth, 2)][found]
                     guesses.append(Guess(parent, token, kind, self.name if found else TEXT))
                 parent = at
         return guesses

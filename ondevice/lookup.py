@@ -9,8 +9,9 @@ keeps the latest tokens. A token costs a constant number of operations, and a lo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ PATHS = 4
 """Continuations of one look-up."""
 DEEPEST = 24
 """Tokens of a continuation."""
-MOST_GUESSES = 40
+MOST_GUESSES = 32
 """Of one look-up."""
 LEAST_REACH = 0.01
 """A continuation ends where its expected reach is less."""
@@ -177,6 +178,7 @@ class SuffixIndex:
         return most
 
 
+@cache
 def kind_of(length: int, rank: int) -> Kind:
     """Of a guess after a match of `length`, one of `rank` at its place.
 
@@ -197,6 +199,8 @@ class Lookup:
 
     def __init__(self, corpus: SuffixIndex | None = None) -> None:
         """corpus: other text to look into; it is shared and stays as it is."""
+        self.chance: Callable[[Kind], float] = self.prior
+        """Of a kind of guess, as far as it is known."""
         self._corpus = corpus
         self._index = SuffixIndex()
         self._seen: list[int] = []
@@ -239,7 +243,7 @@ class Lookup:
             if at is None:
                 rank = children.get(parent, 0)
                 kind = kind_of(length + depth, rank)
-                reach *= self.prior(kind)
+                reach *= self.chance(kind)
                 if reach < LEAST_REACH:
                     return
                 children[parent] = rank + 1

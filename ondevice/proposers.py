@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from ondevice.records import StartVerify, Verdict, VerifyRow, Window
 
@@ -12,8 +11,7 @@ Kind = tuple[int, ...]
 """What a proposer knows of a guess that tells how likely it is; guesses of a kind are alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     """A token that may follow the root, or the guess number `parent` of the same list (-1: root).
 
     kind: of the chance that it is right once its parent is, if no earlier sibling is. proposer:
@@ -57,6 +55,8 @@ class VerifierProposer(HostProposer, Protocol):
         """
 
 
+LEAST_CHANCE = 1e-6
+"""Of a guess that is to be in the tree whatever is thought of it."""
 NEW_KIND_TRUST = 6.0
 """The prior counts as this many judged guesses."""
 MEMORY = 300.0
@@ -79,3 +79,25 @@ class HitRates:
         right, judged = self._kinds.get(kind, (0.0, 0.0))
         keep = 1 - 1 / MEMORY
         self._kinds[kind] = right * keep + hit, judged * keep + 1
+
+
+class Chances:
+    """What is thought of one proposer's guesses: its prior, and what was learned since."""
+
+    def __init__(self, rates: HitRates, prior: Callable[[Kind], float]) -> None:
+        """rates: learned on."""
+        self._rates, self._prior = rates, prior
+        self._known: dict[Kind, float] = {}
+
+    def __call__(self, kind: Kind) -> float:
+        """The chance of the next guess of this kind; at least LEAST_CHANCE."""
+        known = self._known.get(kind)
+        if known is None:
+            chance = self._rates.chance(kind, self._prior(kind))
+            known = self._known[kind] = max(LEAST_CHANCE, chance)
+        return known
+
+    def learn(self, kind: Kind, hit: bool) -> None:
+        """One was judged."""
+        self._rates.learn(kind, hit)
+        self._known.pop(kind, None)

@@ -291,7 +291,8 @@ class StepRecord:
     it counts what stayed after the answer's end was cut. waited_ns: how long the verifier had been
     idle. root_was_known: the tree already held the new root. accepted_by: proposers. outcomes: one
     per committed token. drafts: drafter steps that ended since the last round. drafted_by:
-    proposers of the drafted rows. window: of lookahead, if one rode along.
+    proposers of the drafted rows. offered_by: how many nodes each proposer gave the tree since the
+    last round. window: of lookahead, if one rode along.
     """
 
     strategy: str
@@ -308,4 +309,5 @@ class StepRecord:
     outcomes: tuple[Outcome, ...] = ()
     drafts: tuple[DraftRecord, ...] = ()
     drafted_by: tuple[str, ...] = ()
+    offered_by: tuple[tuple[str, int], ...] = ()
     window: Window | None = None

@@ -37,6 +37,10 @@ node that is never drafted further costs microseconds."""
 LEAST_REACH = 0.002
 """Nodes less likely than this are not kept (2.41 times plain there at 0.005, 2.28 at 0.01)."""
 
+LEAST_GUESS_REACH = 0.01
+"""The same for guesses without a model, which are made anew every round. Where a row costs 1 % of a
+forward, a node less likely than this earns its row at no pace above one token a forward."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -99,8 +103,9 @@ class Schedule:
             names = ()
         if chain:
             names = tuple(name for name in names if name != "lookahead")
-        whole = self.strategy == "jacobi" or self.sizes is not None
-        return Use(names, chain, 0.0 if whole else LEAST_REACH)
+        published = self.strategy == "lookahead" and self.window is not None
+        whole = self.strategy == "jacobi" or self.sizes is not None or published
+        return Use(names, chain, 0.0 if whole else LEAST_GUESS_REACH)
 
     def claim_kind(self, greedy: bool) -> ClaimKind:
         """What its drafter's confidence is made of."""

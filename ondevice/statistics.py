@@ -18,9 +18,9 @@ class Statistics:
     draft token. num_draft_tokens: draft tokens put before the verifier, those beyond the answer's
     end not counted. mean_acceptance_length: 1 + accepted / steps. *_busy: share of the time from
     the first verification's start to the last one's end. drafter_window: first position that the
-    drafter still saw, 0 for all. proposers: by name, how many of the draft tokens were theirs
-    and how many of those accepted. lookahead: W, N and G of the window that rode along last, None
-    if none ever did.
+    drafter still saw, 0 for all. proposers: by name, how many nodes it offered to the tree, how
+    many of the draft tokens put before the verifier were those, and how many of them accepted.
+    lookahead: W, N and G of the window that rode along last, None if none ever did.
     """
 
     strategy: str
@@ -78,6 +78,7 @@ class Tally:
     last_end_ns: int = 0
     verifier_ns: int = 0
     drafter_ns: int = 0
+    offered_by: Counter[str] = field(default_factory=Counter)
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
     lookahead: Window | None = None
@@ -99,6 +100,7 @@ class Tally:
         self.tokens += record.committed
         self.last_end_ns = record.end_ns
         self.verifier_ns += record.end_ns - record.start_ns
+        self.offered_by.update(dict(record.offered_by))
         if record.drafted:
             self.steps += 1
             self.drafted += record.drafted
@@ -134,8 +136,12 @@ class Tally:
             verifier_busy=self._share(self.verifier_ns),
             drafter_window=self.window,
             proposers={
-                name: {"drafted": count, "accepted": self.accepted_by[name]}
-                for name, count in sorted(self.drafted_by.items())
+                name: {
+                    "offered": self.offered_by[name],
+                    "verified": self.drafted_by[name],
+                    "accepted": self.accepted_by[name],
+                }
+                for name in sorted(self.offered_by | self.drafted_by)
             },
             lookahead=None if self.lookahead is None else letters(self.lookahead),
             seed=seed,

@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import inf, log
 from typing import Literal
 
 from ondevice.jacobi import Jacobi
 from ondevice.lookahead import Lookahead
 from ondevice.lookup import Lookup, SuffixIndex
-from ondevice.proposers import Guess, HitRates, HostProposer
-from ondevice.records import Proposal, StartVerify, Verdict, VerifyRow, Window
-from ondevice.tree import NOWHERE, SpeculationTree
+from ondevice.proposers import LEAST_CHANCE, Chances, Guess, HitRates, HostProposer
+from ondevice.records import StartVerify, Verdict, VerifyRow, Window
+from ondevice.tree import Node, SpeculationTree
 
 ProposerName = Literal["lookup", "lookahead", "jacobi"]
 ALL: tuple[ProposerName, ...] = ("lookup", "lookahead", "jacobi")
-LEAST_CHANCE = 1e-6
-"""Of a guess that is to be in the tree whatever is thought of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +41,25 @@ class Weightless:
 
     def __init__(self, ends: Collection[int] = (), corpus: SuffixIndex | None = None) -> None:
         """ends: tokens that end an answer. corpus: text to look into beside the session's own."""
-        self._lookahead, self._jacobi = Lookahead(ends), Jacobi()
+        self._lookup, self._lookahead, self._jacobi = Lookup(corpus), Lookahead(ends), Jacobi()
         self._proposers: dict[ProposerName, HostProposer] = {
-            "lookup": Lookup(corpus),
+            "lookup": self._lookup,
             "lookahead": self._lookahead,
             "jacobi": self._jacobi,
         }
         self._use = Use()
-        self._rates: dict[str, HitRates] = {}
+        self._chances: dict[ProposerName, Chances] = {}
         self._guessed: dict[ProposerName, Sequence[Guess]] = {}
         self._guessed_at = 0
 
     def begin(self, use: Use, rates: defaultdict[str, HitRates]) -> None:
         """A new answer. rates: what is known of the proposers, by name; learned on."""
         self._use = use
-        self._rates = {name: rates[name] for name in use.names}
+        self._chances = {
+            name: Chances(rates[name], self._proposers[name].prior) for name in use.names
+        }
+        if "lookup" in use.names:
+            self._lookup.chance = self._chances["lookup"]
         self._guessed.clear()
 
     @property
@@ -77,6 +78,7 @@ class Weightless:
             guesses = self._proposers[name].propose(committed)
             self._guessed[name] = guesses
             self._add(tree, name, guesses)
+        tree.settle()
         self._guessed_at = len(committed)
 
     def riders(self, window: Window | None, committed: Sequence[int]) -> Sequence[VerifyRow]:
@@ -91,41 +93,35 @@ class Weightless:
             self._jacobi.observe(command, verdict)
 
     def _add(self, tree: SpeculationTree, name: ProposerName, guesses: Sequence[Guess]) -> None:
-        prior, rates = self._proposers[name].prior, self._rates[name]
-        use, nodes = self._use, [NOWHERE] * len(guesses)
-        for at, guess in enumerate(guesses):
-            parent = tree.root if guess.parent < 0 else nodes[guess.parent]
-            if parent not in tree:
+        """On the critical path: some 20 nodes a round, a microsecond or two each."""
+        chances, use = self._chances[name], self._use
+        root, nodes = tree[tree.root], list[Node | None]()
+        for parent, token, kind, whose in guesses:
+            above = root if parent < 0 else nodes[parent]
+            nodes.append(None)
+            if above is None:
                 continue
-            above = tree[parent]
-            known = above.children.get(guess.token)
-            if known is not None:
-                nodes[at] = known
-            elif use.chain and above.children:
-                continue
-            others = sum(tree[node].chance for node in above.children.values() if node != known)
-            chance = max(LEAST_CHANCE, min(rates.chance(guess.kind, prior(guess.kind)), 1 - others))
-            if known is None and above.reach * chance < use.least_reach:
-                continue
-            proposal = Proposal(parent, guess.token, log(chance), 0, inf, guess.proposer or name)
-            nodes[at] = tree.add(proposal, chance) or NOWHERE
+            chance = chances(kind)
+            children = above.children
+            known = children.get(token)
+            if children and (known is None or len(children) > 1):
+                if known is None and use.chain:
+                    continue
+                others = sum([tree[node].chance for node in children.values() if node != known])
+                chance = max(LEAST_CHANCE, min(chance, 1 - others))
+            if known is not None or above.reach * chance >= use.least_reach:
+                nodes[-1] = tree.put(above, token, chance, whose or name)
 
     def _judge(self, committed: Sequence[int]) -> None:
         """Learn which of the last guesses are now text."""
         for name, guesses in self._guessed.items():
-            rates, below = self._rates[name], defaultdict[int, list[int]](list)
-            for at, guess in enumerate(guesses):
-                below[guess.parent].append(at)
-            parent = -1
-            for token in committed[self._guessed_at :]:
-                taken = None
-                for at in below[parent]:
-                    hit = guesses[at].token == token
-                    rates.learn(guesses[at].kind, hit)
-                    if hit:
-                        taken = at
-                        break  # a later sibling's chance is for when no earlier one is right
-                if taken is None:
+            chances, parent, place = self._chances[name], -1, self._guessed_at
+            for at, guess in enumerate(guesses):  # parents come first
+                if place == len(committed):
                     break
-                parent = taken
+                if guess.parent == parent:
+                    hit = guess.token == committed[place]
+                    chances.learn(guess.kind, hit)
+                    if hit:  # a later sibling's chance is for when no earlier one is right
+                        parent, place = at, place + 1
         self._guessed.clear()

@@ -100,7 +100,7 @@ def test_every_part_of_the_identity_makes_another_key(tiny_pair, tmp_path, monke
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format": "ondevice-costs-1"}', "\udcff"],
+    ["", "{", "[]", '{"format": "ondevice-costs-2"}', "\udcff"],
 )
 def test_a_damaged_file_is_measured_again(text: str) -> None:
     measure = Measuring(SURE)

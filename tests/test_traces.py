@@ -56,6 +56,16 @@ def test_what_was_written_is_read(trace: Path) -> None:
     assert len(trace.read_text().splitlines()) == 1 + len(written)
 
 
+def test_a_trace_from_before_proposers_were_recorded_is_read(trace: Path) -> None:
+    new, lines = read_trace(trace), trace.read_text().splitlines()
+    old = [json.loads(line) for line in lines]
+    for entry in old[1:]:
+        for name in ("drafted_by", "offered_by", "window"):
+            del entry["record"][name]
+    trace.write_text("".join(json.dumps(entry) + "\n" for entry in old))
+    assert read_trace(trace).outcomes() == new.outcomes()
+
+
 def test_outcomes_are_replayed_in_order(trace: Path) -> None:
     outcomes = read_trace(trace).outcomes()
     text = RecordedText(outcomes, seed=1)

@@ -183,14 +183,16 @@ def test_statistics_tell_whose_tokens_were_drafted_and_accepted():
         root_was_known=False,
         accepted_by=("lookup", "lookahead"),
         drafted_by=("lookup", "lookahead", "lookup"),
+        offered_by=(("jacobi", 2), ("lookahead", 1), ("lookup", 5)),
         window=window,
     )
     tally = Tally("weightless", 3, 0)
     tally.add(record)
     stats = tally.summary("", 0)
     assert stats.proposers == {
-        "lookahead": {"drafted": 1, "accepted": 1},
-        "lookup": {"drafted": 2, "accepted": 1},
+        "jacobi": {"offered": 2, "verified": 0, "accepted": 0},
+        "lookahead": {"offered": 1, "verified": 1, "accepted": 1},
+        "lookup": {"offered": 5, "verified": 2, "accepted": 1},
     }
     assert stats.lookahead == {"W": 4, "N": 3, "G": 4}
 
@@ -199,9 +201,11 @@ def test_statistics_tell_whose_tokens_were_drafted_and_accepted():
 def test_an_engine_counts_every_draft_token_for_one_proposer(engine: Engine, strategy):
     options = Options(max_tokens=40, strategy=strategy, sizes=Sizes(8, 4))
     stats = engine.generate("one two one two one two", options).stats
-    drafted = [counts["drafted"] for counts in stats.proposers.values()]
+    offered = [counts["offered"] for counts in stats.proposers.values()]
+    drafted = [counts["verified"] for counts in stats.proposers.values()]
     accepted = [counts["accepted"] for counts in stats.proposers.values()]
     assert sum(drafted) == stats.num_draft_tokens > 0
+    assert all(n >= m for n, m in zip(offered, drafted, strict=True))
     assert sum(accepted) == stats.num_accepted_draft_tokens
     assert (stats.lookahead is None) == (strategy in ("lookup", "jacobi"))
 

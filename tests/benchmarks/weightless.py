@@ -14,8 +14,9 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
@@ -26,9 +27,15 @@ blas.prepare()  # before MLX is imported
 from ondevice.apps.bench import Load, make_tasks  # noqa: E402
 from ondevice.apps.counting import counting  # noqa: E402
 from ondevice.apps.opening import open_engine  # noqa: E402
-from ondevice.apps.questions import own_questions, read_questions, spread  # noqa: E402
-from ondevice.apps.race import Standing, race, standings  # noqa: E402
+from ondevice.apps.questions import (  # noqa: E402
+    Question,
+    own_questions,
+    read_questions,
+    spread,
+)
+from ondevice.apps.race import Measured, Standing, race, standings  # noqa: E402
 from ondevice.apps.sides import OurSide  # noqa: E402
+from ondevice.costs import CostModel  # noqa: E402
 from ondevice.engine import Engine  # noqa: E402
 from ondevice.models.pairs import default_pair  # noqa: E402
 from ondevice.records import Window  # noqa: E402
@@ -36,16 +43,32 @@ from ondevice.schedule import STRATEGIES, Strategy  # noqa: E402
 
 PUBLISHED = Window(columns=15, ngram=5, guesses=15)
 """Fu et al. 2024 on an A100: 1.5 to 2.3 times fewer steps."""
+QUOTING = Path(__file__).parents[1] / "prompts" / "quoting.jsonl"
+"""Extraction and editing, beside the project's own set."""
 NAMES = ("weightless", "lookup", "lookahead", "jacobi", "auto")
 
 
 @dataclass(frozen=True)
+class Group:
+    """One side on the prompts of a category.
+
+    ratio: geometric mean of the prompts' rates over plain's. modelled: plain's time over the side's
+    by the pair's cost table, so without what else the machine does and without the host's time;
+    wider forwards than its widest are guessed. tokens_a_forward: over all forwards.
+    """
+
+    prompts: int
+    ratio: float
+    modelled: float
+    tokens_a_forward: float
+
+
+@dataclass(frozen=True)
 class Row:
-    """One side: ratios to plain by category, tokens a forward, and what the proposers did."""
+    """One side, by category, and what the proposers did."""
 
     side: str
-    ratios: dict[str, float]
-    tokens_a_forward: float
+    groups: dict[str, Group]
     proposers: dict[str, dict[str, int]]
     near_ties: int
     faults: int
@@ -69,38 +92,57 @@ def geometric(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def row_of(standing: Standing, plain: Standing) -> Row:
+def categories_of(question: Question) -> list[str]:
+    """Its own, and `quoting` where the prompt has a text to work on, which follows a blank line."""
+    quoting = ["quoting"] if "\n\n" in question.text else []
+    return ["all", *quoting, question.category]
+
+
+def modelled_ratio(runs: Sequence[Measured], costs: CostModel) -> float:
+    """Plain decoding's time for these tokens over that of the forwards, both as measured alone."""
+    plain_ms = took_ms = 0.0
+    for run in runs:
+        for record in run.run.records:
+            one_ms = costs.plain.ms(1, record.context)
+            plain_ms += record.committed * one_ms
+            plain = record.strategy == "plain"
+            took_ms += one_ms if plain else costs.verifier.exactly(record.rows, record.context)
+    return plain_ms / took_ms
+
+
+def group_of(runs: Sequence[Measured], ratios: dict[str, float], costs: CostModel) -> Group:
+    """What the side did on the prompts of `runs`. ratios: by question."""
+    asked = {run.task.question.id for run in runs}
+    records = [record for run in runs for record in run.run.records]
+    return Group(
+        len(asked),
+        geometric(ratio for question, ratio in ratios.items() if question in asked),
+        modelled_ratio(runs, costs),
+        sum(record.committed for record in records) / len(records),
+    )
+
+
+def row_of(standing: Standing, plain: Standing, costs: CostModel) -> Row:
     """What a side came to."""
-    categories = {run.task.question.id: run.task.question.category for run in standing.runs}
     ratios = standing.ratios_to(plain)
-    by_category = {"all": geometric(ratios.values())}
-    for category in sorted(set(categories.values())):
-        by_category[category] = geometric(
-            ratio for question, ratio in ratios.items() if categories[question] == category
-        )
-    records = [record for run in standing.runs for record in run.run.records]
-    proposers: dict[str, dict[str, int]] = {}
+    members: dict[str, list[Measured]] = {}
+    proposers: dict[str, Counter[str]] = {}
     for run in standing.runs:
+        for category in categories_of(run.task.question):
+            members.setdefault(category, []).append(run)
         assert run.run.answer is not None
         for name, counts in run.run.answer.stats.proposers.items():
-            total = proposers.setdefault(name, dict.fromkeys(counts, 0))
-            for kind, count in counts.items():
-                total[kind] += count
-    forwards = max(1, len(records))
-    return Row(
-        standing.side,
-        by_category,
-        sum(record.committed for record in records) / forwards,
-        proposers,
-        standing.near_ties,
-        standing.faults,
-    )
+            proposers.setdefault(name, Counter()).update(counts)
+    groups = {name: group_of(runs, ratios, costs) for name, runs in members.items()}
+    whose = {name: dict(counts) for name, counts in proposers.items()}
+    return Row(standing.side, groups, whose, standing.near_ties, standing.faults)
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """One interleaved run."""
     file = options.prompt_file
-    questions = spread(read_questions(file) if file else own_questions(), options.prompts)
+    asked = read_questions(file) if file else [*own_questions(), *read_questions(QUOTING)]
+    questions = spread(asked, options.prompts)
     load = Load(questions, options.max_tokens, options.repeats).checked()
     with open_engine(options.pair) as engine:
         tasks = make_tasks(engine, load)
@@ -109,7 +151,23 @@ def measure(options: argparse.Namespace) -> list[Row]:
         with counting("measuring", answers) as step:
             measured = race(sides, tasks, load.max_tokens, load.repeats, step)
         found = standings(engine, measured)
-    return [row_of(standing, found[0]) for standing in found]
+        record = engine.cost_record
+        costs = CostModel() if record is None else CostModel(record.table)
+    return [row_of(standing, found[0], costs) for standing in found]
+
+
+def shown(row: Row) -> str:
+    """For people."""
+    lines = [f"{row.side}: {row.near_ties} near-ties, {row.faults} faults"]
+    for name, group in row.groups.items():
+        lines.append(
+            f"  {name:12} {group.prompts:3} prompts  {group.ratio:.2f}x plain  "
+            f"{group.modelled:.2f}x by the cost table  "
+            f"{group.tokens_a_forward:.2f} tokens a forward"
+        )
+    for name, counts in row.proposers.items():
+        lines.append(f"  {name}: {', '.join(f'{n} {what}' for what, n in counts.items())}")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,12 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(options.sides.split(",")) - {*STRATEGIES, "published"}:
         parser.error(f"unknown sides: {', '.join(sorted(unknown))}")
     for row in measure(options):
-        if options.json:
-            print(json.dumps(row.__dict__))
-            continue
-        cells = "  ".join(f"{name} {ratio:.2f}" for name, ratio in row.ratios.items())
-        print(f"{row.side}: x plain: {cells}; {row.tokens_a_forward:.2f} tokens a forward")
-        print(f"  {row.proposers}, {row.near_ties} near-ties, {row.faults} faults")
+        print(json.dumps(asdict(row)) if options.json else shown(row))
 
 
 if __name__ == "__main__":
