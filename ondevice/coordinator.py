@@ -15,14 +15,15 @@ from typing import Literal
 from ondevice.acceptance import ClaimKind, claims
 from ondevice.errors import UnitFailed, UnitLost
 from ondevice.lane import Lane, common_prefix
-from ondevice.ledger import Ledger, emitted_tokens
-from ondevice.policy import Experience, Policy, View, policy_for
+from ondevice.ledger import Ledger, emitted_tokens, within
+from ondevice.policy import Experience, Policy, policy_for
 from ondevice.records import (
     AnswerLimits,
     Command,
     DraftResult,
     DraftRow,
     Emit,
+    EndRun,
     FinishReason,
     NodeToken,
     Proposal,
@@ -35,6 +36,7 @@ from ondevice.records import (
 )
 from ondevice.schedule import LEAST_REACH, Schedule
 from ondevice.tree import Node, SpeculationTree, riders_of
+from ondevice.view import View
 from ondevice.weightless import Weightless
 
 Phase = Literal["idle", "prefill", "answering", "failed"]
@@ -82,6 +84,7 @@ class Coordinator:
         self._ledger = Ledger(self.experience.costs)
         self._draft_steps = 0
         self._draft_began_ns = 0
+        self._ended_run = -1
         self._untold: list[NodeToken] = []
         self._dropped: list[int] = []
 
@@ -240,14 +243,17 @@ class Coordinator:
 
     def _start_verify(self, now_ns: int) -> None:
         if not self._verifier.free:
+            self._end_run(now_ns)
             return
+        left = self._tokens_left
         if not self._speculates:
-            root = NodeToken(self.tree.root, self.tree[self.tree.root].token)
-            left = self._tokens_left
             limit = self._policy.run_tokens(left) if self._policy.strategy == "plain" else left
-            self._verifier.send(StartRun(next(self._steps), root, limit))
+            self._verifier.send(self._run(limit, watched=False))
             return
         view = self._view(now_ns)
+        if self._policy.shall_run(view):
+            self._verifier.send(self._run(left, watched=True))
+            return
         if view.expanding is not None and self._policy.shall_wait(view):
             return
         selection = self._policy.to_verify(view)
@@ -258,6 +264,18 @@ class Coordinator:
         assert self.turn is not None
         rule = self.turn.schedule.rule
         self._verifier.send(StartVerify(next(self._steps), rows, rule, riders, window=window))
+
+    def _run(self, limit: int, *, watched: bool) -> StartRun:
+        root = NodeToken(self.tree.root, self.tree[self.tree.root].token)
+        return StartRun(next(self._steps), root, limit, watched)
+
+    def _end_run(self, now_ns: int) -> None:
+        """When a guess has come up that is worth more than plain decoding."""
+        run = self._verifier.running
+        watched = isinstance(run, StartRun) and run.watched and run.step != self._ended_run
+        if watched and not self._verifier.stale and not self._policy.shall_run(self._view(now_ns)):
+            self._ended_run = run.step
+            self._out.append(EndRun(run.step))
 
     @property
     def _speculates(self) -> bool:
@@ -338,15 +356,11 @@ class Coordinator:
         return self.turn.limits.max_tokens - self.turn.count
 
     def _commit(
-        self,
-        now_ns: int,
-        verdict: Verdict,
-        command: StartVerify | None,
-        waited_ns: int,
+        self, now_ns: int, verdict: Verdict, command: StartVerify | None, waited_ns: int
     ) -> None:
         turn = self.turn
         assert turn is not None
-        tokens, reason = self._cut(verdict.tokens)
+        tokens, reason = within(turn.limits, verdict.tokens, self._tokens_left)
         accepted = verdict.accepted[: len(tokens)]
         proposers = self.tree.proposers(accepted)
         by_row: tuple[str, ...] = ()
@@ -361,9 +375,8 @@ class Coordinator:
         self._verifier.held = len(self.committed) - 1
         turn.count += len(tokens)
         context = len(self.committed) - len(tokens) - 1
-        strategy = self._policy.strategy
         record = self._ledger.close_round(
-            strategy, verdict, command, rerooted, context, waited_ns, proposers, by_row
+            self._policy.strategy, verdict, command, rerooted, context, waited_ns, proposers, by_row
         )
         drafting_since_ns = None if self._drafting is None else self._draft_began_ns
         self._policy.learn(record, self._ledger.learn(record, drafting_since_ns, now_ns))
@@ -372,17 +385,6 @@ class Coordinator:
             self._end(now_ns, reason)
         else:
             self._propose_on_host()
-
-    def _cut(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The tokens up to the answer's end, if it is among them."""
-        assert self.turn is not None
-        limits = self.turn.limits
-        for count, token in enumerate(tokens, start=1):
-            if limits.ends_at(token):
-                return tuple(tokens[:count]), "stop"
-            if count >= self._tokens_left:
-                return tuple(tokens[:count]), "length"
-        return tuple(tokens), None
 
     def _end(self, now_ns: int, reason: FinishReason, error: BaseException | None = None) -> None:
         """Close the answer: both caches go back to the committed tokens, all nodes are dropped."""

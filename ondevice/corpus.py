@@ -24,6 +24,8 @@ def read_corpus(file: Path, tokenizer: PreTrainedTokenizerBase) -> SuffixIndex:
     or MOST_TOKENS.
     """
     tokens = tokenizer.encode(read_text(file), add_special_tokens=False)
+    if not tokens:
+        raise BadRequest(f"{file} has no token; name a text file to look into")
     if len(tokens) > MOST_TOKENS:
         memory_mib = MOST_TOKENS * BYTES_A_TOKEN >> 20
         raise BadRequest(
@@ -37,6 +39,8 @@ def read_text(file: Path) -> str:
     """What is in it; raises BadRequest as `read_corpus` does, but for MOST_TOKENS."""
     try:
         size = file.stat().st_size
+        if not file.is_file():  # a device may never end
+            raise BadRequest(f"cannot look into {file}: it is no regular file; name a text file")
         if size > MOST_BYTES:
             raise BadRequest(
                 f"{file} has {size >> 20} MiB, expected at most {MOST_BYTES >> 20}; name a smaller "

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from ondevice.records import (
     AnswerLimits,
     Command,
     Emit,
+    EndRun,
     Prefill,
     StartDraft,
     StartRun,
@@ -37,6 +39,25 @@ from ondevice.weightless import Weightless
 from ondevice.worker import Job, UnitWorker
 
 Event = Callable[[int], list[Command]]
+
+LOOK_S = 0.005
+"""How long a run waits for its coordinator at most: a reader that takes its time holds up none."""
+
+
+class Watch:
+    """Lets a coordinator look at every token of a run before another forward is queued.
+
+    The forward of that token is under way meanwhile, so the look (some 0.3 ms) costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.over = threading.Event(), threading.Event()
+        self.seen.set()
+
+    def goes_on(self) -> bool:
+        """Asked by the verifier's thread."""
+        self.seen.wait(LOOK_S)
+        return not self.over.is_set()
 
 
 class Driver:
@@ -65,6 +86,7 @@ class Driver:
             self.coordinator.drafter_error = drafters.loss
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._cancelled = self._run_over = threading.Event()
+        self._watch = Watch()
         self._closed = False
         self._lock = threading.Lock()
 
@@ -176,10 +198,13 @@ class Driver:
                     self._submit("verifier", self._verify_job(command))
                 case StartRun():
                     self._submit("verifier", self._run_job(command))
+                case EndRun():
+                    self._watch.over.set()
                 case Truncate(unit=unit):
                     if unit == "verifier":
                         self._run_over.set()
                     self._submit(unit, self._truncate_job(command))
+        self._watch.seen.set()
         return [command for command in commands if isinstance(command, Emit | Stop)]
 
     def _lent(self, unit: UnitName) -> tuple[UnitWorker[Any] | None, int]:
@@ -231,14 +256,18 @@ class Driver:
         return job
 
     def _run_job(self, command: StartRun) -> Callable[[VerifierUnit], Iterator[None]]:
+        watch = self._watch = Watch()
         request = RunRequest(
             self._verifier_session, command.step, command.root.token, command.limit, self._law
         )
+        if command.watched:
+            request = replace(request, goes_on=watch.goes_on)
         self._run_over = threading.Event()
         stopped = _any_of(self._run_over, self._cancelled, self._verifier.closing)
 
         def job(unit: VerifierUnit) -> Iterator[None]:
             for verdict in unit.run(request, stopped):
+                watch.seen.clear()
                 self._post(partial(self.coordinator.on_verdict, verdict=verdict))
                 if verdict.more:
                     yield

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from ondevice.costs import CostModel
 from ondevice.records import (
+    AnswerLimits,
     DraftRecord,
     DraftResult,
     EmittedToken,
+    FinishReason,
     StartVerify,
     StepRecord,
     Verdict,
@@ -119,6 +121,21 @@ def _rows_within(rows: Sequence[VerifyRow], depth: int) -> list[int]:
     for row in rows[1:]:
         depths.append(depths[row.parent] + 1)
     return [row for row, level in enumerate(depths) if 1 <= level <= depth]
+
+
+def within(
+    limits: AnswerLimits, tokens: Sequence[int], left: int
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """The tokens up to the answer's end, and why it ends there, if it does.
+
+    left: how many the answer may have yet.
+    """
+    for count, token in enumerate(tokens, start=1):
+        if limits.ends_at(token):
+            return tuple(tokens[:count]), "stop"
+        if count >= left:
+            return tuple(tokens[:count]), "length"
+    return tuple(tokens), None
 
 
 def emitted_tokens(

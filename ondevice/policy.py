@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Protocol
 
 from ondevice.acceptance import Acceptance, ClaimKind
@@ -21,8 +20,9 @@ from ondevice.lookahead import DEFAULT as DEFAULT_WINDOW
 from ondevice.planning import MOST_ROWS, Block, Growth, Pace, Worth, best_round, best_step
 from ondevice.proposers import HitRates
 from ondevice.records import StepRecord, Window
-from ondevice.schedule import Schedule, Sizes
-from ondevice.tree import Node, SpeculationTree
+from ondevice.schedule import WEIGHTLESS, Schedule, Sizes
+from ondevice.tree import Node
+from ondevice.view import Selection, View
 from ondevice.windows import Windows
 
 LEAST_BLOCK = 3
@@ -54,50 +54,6 @@ class Experience:
         return deepcopy(self)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a decision looks at.
-
-    context: tokens before the root. levels: how deep a row may lie to be of use. verifying: the
-    verifier is at work. expanding: nodes of the drafter step under way, None when it is at rest;
-    remaining_ms: until that step ends. steps: drafter steps since the last forward began.
-    """
-
-    tree: SpeculationTree
-    context: int
-    levels: int
-    verifying: bool
-    expanding: Sequence[int] | None = None
-    remaining_ms: float = 0.0
-    steps: int = 0
-
-    def useful(self) -> list[Node]:
-        """Nodes below the root that may be verified, likeliest first."""
-        deepest = self.tree[self.tree.root].depth + self.levels
-        return [node for node in self.tree.likeliest()[1:] if node.depth <= deepest]
-
-    def unexpanded(self) -> list[Node]:
-        """Nodes without children from the drafter, likeliest first; those verified last aside."""
-        deepest = self.tree[self.tree.root].depth + self.levels
-        return [
-            node
-            for node in self.tree.likeliest()
-            if node.expansion == "none" and node.depth < deepest
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Nodes for a forward, parents first. rows: that it shall have, root, riders, fill included.
-
-    window: of lookahead, that shall ride along.
-    """
-
-    nodes: Sequence[Node]
-    rows: int
-    window: Window | None = None
-
-
 class Policy(Protocol):
     """The decisions of one answer."""
 
@@ -113,6 +69,9 @@ class Policy(Protocol):
 
     def to_verify(self, view: View) -> Selection:
         """The next forward."""
+
+    def shall_run(self, view: View) -> bool:
+        """Whether to decode the next token plainly, with its forward queued ahead."""
 
     @property
     def block(self) -> int:
@@ -177,6 +136,10 @@ class FixedPolicy:
         """The likeliest nodes that fit, and the window."""
         nodes = view.useful()[: self._sizes.verify_rows - 1]
         return Selection(nodes, len(nodes) + 1, self._window)
+
+    def shall_run(self, view: View) -> bool:
+        """Never."""
+        return False
 
     @property
     def block(self) -> int:
@@ -300,6 +263,27 @@ class RatePolicy:
         rows = self._costs.verifier.filled(best + 1 + riders, view.context, self._beside(view))
         return Selection(nodes[: rows - riders - 1], rows, window)
 
+    def shall_run(self, view: View) -> bool:
+        """Without a drafter: where no guess is worth what a forward costs that is not queued ahead.
+
+        A forward of one row is no substitute: SmolLM2 took 67 ms for it, and 48 for a run's.
+        """
+        if not self._may_run:
+            return False
+        reaches = [node.reach for node in view.useful()]
+        window = self._window(view, reaches)
+        return window is None and self._run_value > self._best_round(view, reaches, 0).value
+
+    @property
+    def _may_run(self) -> bool:
+        """Jacobi's guesses get better by being verified alone, and a set window rides always."""
+        strategy = self.strategy
+        return strategy in WEIGHTLESS and strategy != "jacobi" and self._schedule.window is None
+
+    @property
+    def _run_value(self) -> float:
+        return 1 - self._pace * self._costs.plain.ms(1, self._context)
+
     def _best_round(self, view: View, reaches: Sequence[float], riders: int) -> Worth:
         """riders: rows that the forward has beside the root and the nodes."""
         verifier = self._costs.verifier
@@ -314,7 +298,7 @@ class RatePolicy:
             return None
         if schedule.window is not None:
             return schedule.window
-        without = self._best_round(view, reaches, 0).value
+        without = max(self._best_round(view, reaches, 0).value, self._run_value)
         return self._windows.choose(
             lambda riders: self._best_round(view, reaches, riders).value - without,
             self._costs.verifier,
@@ -351,9 +335,10 @@ class RatePolicy:
             self._block.learn(record.accepted)
         if record.strategy != "plain":
             self._accepted += 0.05 * (record.accepted - self._accepted)
-            if self._looks_ahead and self._schedule.window is None:
-                self._windows.learn(record.window, record.accepted_by.count("lookahead"))
-        if record.strategy == self.strategy:  # a run in place of a lost drafter's says nothing
+        if self._looks_ahead and self._schedule.window is None:
+            self._windows.learn(record.window, record.accepted_by.count("lookahead"))
+        # A run in place of a lost drafter's rounds says nothing of them.
+        if record.strategy == self.strategy or self._may_run:
             self._own_pace.learn(record.committed, elapsed_ms)
             if self._schedule.strategy == "auto":
                 self._arbitrate(record, elapsed_ms)

@@ -138,11 +138,22 @@ class StartVerify:
 
 @dataclass(frozen=True, slots=True)
 class StartRun:
-    """Decode plainly from the root, one verdict a token, for `limit` tokens or until Truncate."""
+    """Decode plainly from the root, one verdict a token, for `limit` tokens or until Truncate.
+
+    watched: an EndRun may come after any token.
+    """
 
     step: int
     root: NodeToken
     limit: int
+    watched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """The run queues no further forward; the one under way gives its last token. Not answered."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +201,7 @@ class Stop:
     drafts: tuple[DraftRecord, ...] = ()
 
 
-Command = Prefill | StartDraft | StartVerify | StartRun | Truncate | Emit | Stop
+Command = Prefill | StartDraft | StartVerify | StartRun | EndRun | Truncate | Emit | Stop
 
 
 # Events

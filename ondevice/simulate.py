@@ -13,6 +13,7 @@ from ondevice.records import (
     AnswerLimits,
     Command,
     Emit,
+    EndRun,
     StartDraft,
     StartRun,
     StartVerify,
@@ -115,6 +116,8 @@ class _Machine:
                 case StartRun():
                     self._run_left = command.limit
                     self._start("verifier", command, 1)
+                case EndRun():
+                    self._run_left = 1
                 case Emit() | Stop():
                     self.tally.take(command, self._now_ns)
                     if isinstance(command, Emit):

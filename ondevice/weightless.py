@@ -108,7 +108,7 @@ class Weightless:
                 if known is None and use.chain:
                     continue
                 others = sum([tree[node].chance for node in children.values() if node != known])
-                chance = max(LEAST_CHANCE, min(chance, 1 - others))
+                chance = max(LEAST_CHANCE, chance * (1 - others))
             if known is not None or above.reach * chance >= use.least_reach:
                 nodes[-1] = tree.put(above, token, chance, whose or name)
 

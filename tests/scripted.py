@@ -19,6 +19,7 @@ from ondevice.records import (
     Command,
     DraftResult,
     Emit,
+    EndRun,
     FloatArray,
     NodeToken,
     Prefill,
@@ -106,6 +107,7 @@ class ScriptedVerifier:
     def __init__(self) -> None:
         self.cache: list[int] = []
         self.run: StartRun | None = None
+        self.run_ends = False
         self.run_tokens = 0
 
     def prefill(self, command: Prefill, part: float) -> int:
@@ -148,7 +150,7 @@ class ScriptedVerifier:
         token = law.choose(logits(self.cache), self.cache)
         self.cache.append(token)  # the forward of the next token is already under way
         self.run_tokens += 1
-        more = self.run_tokens < run.limit
+        more = self.run_tokens < run.limit and not self.run_ends
         if not more:
             self.run = None
             self.cache.pop()
@@ -325,7 +327,13 @@ class World:
                     self.live[command.step] = self.coordinator.tree.ids()
                     self._start("drafter", command)
                 case StartVerify() | StartRun():
+                    self.verifier.run_ends = False
                     self._start("verifier", command)
+                case EndRun(step=step):
+                    run = self.outstanding["verifier"]
+                    assert isinstance(run, StartRun)
+                    assert (run.watched, run.step) == (True, step)
+                    self.verifier.run_ends = True
 
     def _start(self, unit: str, command: Prefill | StartDraft | StartVerify | StartRun) -> None:
         assert self.outstanding[unit] is None, f"the {unit} was started twice"

@@ -18,6 +18,7 @@ from commandline import COMMAND, Run, assert_one_line, runner
 from ondevice.apps import chat as chat_command
 from ondevice.apps.failures import say
 from ondevice.converters import pair as pair_module
+from ondevice.corpus import MOST_BYTES
 from ondevice.errors import UnitFailed
 from ondevice.models.pairs import default_pair
 from ondevice.schedule import STRATEGIES
@@ -304,6 +305,11 @@ def test_a_lookup_file_that_is_not_there_or_no_text(
     for content, words in ((b"", "empty"), (b"a\0b", "binary"), (b"\xff\xfe", "UTF-8")):
         (tmp_path / "text.txt").write_bytes(content)
         assert_one_line(run(*line, tmp_path / "text.txt"), 2, "text.txt", words)
+    with (tmp_path / "text.txt").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    assert_one_line(run(*line, tmp_path / "text.txt"), 2, "text.txt", "at most 8")
+    for what in (tmp_path, Path("/dev/zero")):
+        assert_one_line(run(*line, what), 2, str(what), "no regular file")
 
 
 def test_a_lookup_file_is_looked_into(run: Run, tiny_pair: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "lookup",
             "ngrams",
             "schedule",
+            "view",
             "weightless",
             "windows",
         },

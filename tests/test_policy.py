@@ -11,7 +11,7 @@ from ondevice.coordinator import Coordinator
 from ondevice.costs import CostModel, CostPoint, CostTable, table_from
 from ondevice.modelled import NO_CHILD, BetaText
 from ondevice.planning import MOST_ROWS
-from ondevice.policy import Experience, Policy, View, policy_for
+from ondevice.policy import Experience, Policy, policy_for
 from ondevice.records import (
     AnswerLimits,
     DraftResult,
@@ -25,6 +25,7 @@ from ondevice.sampling import Law, SamplingParams, noise, walk_rejection
 from ondevice.schedule import Schedule, Sizes, Strategy
 from ondevice.simulate import simulate
 from ondevice.tree import SpeculationTree
+from ondevice.view import View
 
 DRAFTER_ALONE = Schedule("pipelined", weightless=False)
 
