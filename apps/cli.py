@@ -37,6 +37,12 @@ PairArgument = Annotated[
         show_default=False,
     ),
 ]
+StrategyOption = Annotated[
+    Strategy,
+    typer.Option(
+        metavar="STRATEGY", help=f"{', '.join(STRATEGIES)}; changes the speed, never the text."
+    ),
+]
 StrategiesOption = Annotated[
     list[str] | None,
     typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
@@ -98,13 +104,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.")
     ] = None,
-    strategy: Annotated[
-        Strategy,
-        typer.Option(
-            metavar="STRATEGY",
-            help=f"{', '.join(STRATEGIES)}; changes the speed, never the text.",
-        ),
-    ] = "auto",
+    strategy: StrategyOption = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability kept, above 0; 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Tokens kept; 0 is off.")] = 0,
