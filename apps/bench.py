@@ -16,11 +16,12 @@ from ondevice.apps.questions import Question, own_questions, read_questions, spr
 from ondevice.apps.race import Measured, Task, race, standings
 from ondevice.apps.sides import OurSide, Side
 from ondevice.apps.terminal import note, results, waiting
+from ondevice.arbiter import DRAFTING
 from ondevice.artifact import PAIR_FILE, PairManifest
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, ContextOverflow, UnsupportedModel
-from ondevice.policy import STRATEGIES, Strategy
 from ondevice.prompt import PromptReader
+from ondevice.schedule import STRATEGIES, Strategy
 from ondevice.session import Options
 from ondevice.traces import TraceRound, new_header, require_file_name, write_trace
 
@@ -126,7 +127,8 @@ def bench_pair(engine: Engine, pair: str, strategies: Sequence[Strategy], load: 
             except UnsupportedModel as error:
                 left_out[MlxLmSpeculative.name] = str(error)
     for strategy in strategies:
-        if strategy == "plain" or not why_plain:
+        needs_none = strategy not in DRAFTING and engine.model.shape != "plain"
+        if strategy == "plain" or not why_plain or needs_none:
             sides.append(OurSide(engine, strategy))
         else:
             left_out[strategy] = why_plain

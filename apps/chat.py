@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from ondevice.apps.opening import open_engine
 from ondevice.apps.terminal import keys_unseen, note_fields, shown, statistics_line, waiting
 from ondevice.apps.wordwrap import answer_writer
+from ondevice.corpus import read_text
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest
+from ondevice.records import Window
 from ondevice.session import Answer, Options, Session
 
 ANY_VOCABULARY = 2**31
@@ -25,7 +28,10 @@ ANY_VOCABULARY = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asked for. prompt: the text of -p, None without one."""
+    """What the command line asked for. prompt: the text of -p, None without one.
+
+    lookup: a text file for prompt lookup to look into.
+    """
 
     pair: str
     options: Options
@@ -33,6 +39,20 @@ class Request:
     system: str | None = None
     show_stats: bool = False
     as_json: bool = False
+    lookup: Path | None = None
+
+
+def read_window(text: str | None) -> Window | None:
+    """W,N,G as typed; raises BadRequest where they are not three whole numbers."""
+    if text is None:
+        return None
+    try:
+        columns, ngram, guesses = (int(part) for part in text.split(","))
+    except ValueError:
+        raise BadRequest(
+            f"--lookahead takes three whole numbers W,N,G, such as 7,4,7, got {text!r}"
+        ) from None
+    return Window(columns, ngram, guesses)
 
 
 def run(request: Request, open_pair: Callable[[str], Engine] | None = None) -> None:
@@ -40,7 +60,10 @@ def run(request: Request, open_pair: Callable[[str], Engine] | None = None) -> N
     if open_pair is None:
         # Plain decoding decides nothing by costs, so nobody is to wait for them.
         open_pair = partial(open_engine, measure=request.options.strategy != "plain")
+    open_pair = partial(_opened, open_pair, request.lookup)
     check_options(request.options)
+    if request.lookup is not None:
+        read_text(request.lookup)  # what is wrong with it shall be said before a pair is opened
     whole_text(request.system or "", "the system message")
     interactive = request.prompt is None and sys.stdin.isatty()
     if interactive and request.as_json:
@@ -58,6 +81,17 @@ def run(request: Request, open_pair: Callable[[str], Engine] | None = None) -> N
             answer = stream_answer(session, prompt, request.options)
             if request.show_stats:
                 note_fields(statistics_line(answer.stats))
+
+
+def _opened(open_pair: Callable[[str], Engine], lookup: Path | None, pair: str) -> Engine:
+    engine = open_pair(pair)
+    if lookup is not None:
+        try:
+            engine.look_into(lookup)
+        except BaseException:
+            engine.close()
+            raise
+    return engine
 
 
 def check_options(options: Options) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ondevice.apps.failures import INTERRUPTED, USAGE, reported, say, usage_line
-from ondevice.policy import STRATEGIES, Strategy
+from ondevice.schedule import STRATEGIES, Strategy
 
 app = typer.Typer(
     help="Exact speculative decoding: a drafter on the Neural Engine, a verifier on the GPU.",
@@ -37,9 +37,25 @@ PairArgument = Annotated[
         show_default=False,
     ),
 ]
+StrategyOption = Annotated[
+    Strategy,
+    typer.Option(
+        metavar="STRATEGY", help=f"{', '.join(STRATEGIES)}; changes the speed, never the text."
+    ),
+]
 StrategiesOption = Annotated[
     list[str] | None,
     typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
+]
+LookaheadOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="W,N,G", help="Shape of the lookahead window; chosen by what pays if left out."
+    ),
+]
+LookupOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Text to propose continuations from, beside the chat's."),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -88,9 +104,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.")
     ] = None,
-    strategy: Annotated[
-        Strategy, typer.Option(help="How to speculate; changes the speed, never the text.")
-    ] = "auto",
+    strategy: StrategyOption = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability kept, above 0; 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Tokens kept; 0 is off.")] = 0,
@@ -109,6 +123,8 @@ def chat(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated."),
     ] = None,
+    lookahead: LookaheadOption = None,
+    lookup: LookupOption = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show the figures of each answer, on stderr.")
     ] = False,
@@ -134,8 +150,9 @@ def chat(
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
-        options = Options(sampling, max_tokens, tuple(stop or ()), strategy)
-        command.run(command.Request(pair, options, prompt, system, stats, json))
+        window = command.read_window(lookahead)
+        options = Options(sampling, max_tokens, tuple(stop or ()), strategy, window=window)
+        command.run(command.Request(pair, options, prompt, system, stats, json, lookup))
 
 
 @app.command()

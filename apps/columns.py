@@ -9,7 +9,7 @@ from ondevice.apps.cases import Case
 from ondevice.apps.sweep import KINDS, STRATEGY, Entrant, Kind, World, fixed, race
 from ondevice.costs import CostPoint, CostTable
 from ondevice.modelled import CHILDREN
-from ondevice.policy import STRATEGIES, Schedule, Sizes, Strategy
+from ondevice.schedule import STRATEGIES, Schedule, Sizes, Strategy
 from ondevice.simulate import Simulated
 
 NAIVE: Kind = "overlapped chain"

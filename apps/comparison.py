@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ondevice.apps.margin import NEAR_TIE, margin
 from ondevice.apps.terminal import figure
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES, Sizes, Strategy
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES, Sizes, Strategy
 from ondevice.session import Answer, Options
 
 SEED = 7
@@ -89,9 +89,10 @@ class Tally:
     def speculated(self) -> bool:
         """Whether any draft token was put before the verifier, where the strategy demands it.
 
-        Without one nothing was tested. `auto` may find that speculation does not pay.
+        Without one nothing was tested. `auto` may find that speculation does not pay, `lookup` and
+        `lookahead` that a text repeats nothing.
         """
-        return self.strategy in ("plain", "auto") or self.drafted > 0
+        return self.strategy in ("plain", "auto", "lookup", "lookahead") or self.drafted > 0
 
     @property
     def median_tok_s(self) -> float | None:

@@ -13,7 +13,7 @@ from ondevice.apps.sweep import KINDS, Entrant, Kind, World, fixed, race
 from ondevice.costs import table_from
 from ondevice.modelled import BetaText
 from ondevice.planning import MOST_ROWS
-from ondevice.policy import Schedule
+from ondevice.schedule import Schedule
 
 VERIFY_MS = 20.0
 """Of one row; the verifier of DESIGN's first row."""

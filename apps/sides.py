@@ -8,8 +8,8 @@ from time import monotonic_ns
 from typing import Protocol
 
 from ondevice.engine import Engine
-from ondevice.policy import Strategy
-from ondevice.records import StepRecord
+from ondevice.records import StepRecord, Window
+from ondevice.schedule import Strategy
 from ondevice.session import Answer, Options
 
 
@@ -93,17 +93,31 @@ class OurSide:
     """One of our schedules."""
 
     def __init__(
-        self, engine: Engine, strategy: Strategy, name: str = "", children: int | None = None
+        self,
+        engine: Engine,
+        strategy: Strategy,
+        name: str = "",
+        children: int | None = None,
+        window: Window | None = None,
     ) -> None:
-        """children: proposals per node; None lets the strategy choose, 1 makes chains."""
+        """children: proposals per node; None lets the strategy choose, 1 makes chains.
+
+        window: of lookahead; None lets the strategy choose.
+        """
         self.name = name or strategy
         self.strategy = strategy
         self._engine = engine
         self._children = children
+        self._window = window
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Run:
         """See `Side`. Raises as `Session.generate` does."""
-        options = Options(max_tokens=max_tokens, strategy=self.strategy, children=self._children)
+        options = Options(
+            max_tokens=max_tokens,
+            strategy=self.strategy,
+            children=self._children,
+            window=self._window,
+        )
         arrivals: list[Arrival] = []
         records: list[StepRecord] = []
         answer: Answer | None = None

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ondevice.costs import CostTable
 from ondevice.modelled import CHILDREN, Text
-from ondevice.policy import Schedule, Sizes, Strategy
+from ondevice.schedule import Schedule, Sizes, Strategy
 from ondevice.simulate import Simulated, simulate
 
 Kind = Literal["sequential chain", "sequential tree", "overlapped chain", "overlapped tree"]

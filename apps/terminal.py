@@ -129,6 +129,7 @@ def statistics_line(stats: Statistics) -> str:
             f"drafter {figure(stats.drafter_busy, '.0%')}",
             f"verifier {figure(stats.verifier_busy, '.0%')}",
             *_energy(stats),
+            *_proposers(stats),
             stats.reason,
         )
     )
@@ -139,6 +140,15 @@ def _energy(stats: Statistics) -> list[str]:
     rails = stats.energy_per_token_mj or {}
     parts = [f"{rail} {mj:.1f}" for rail, mj in rails.items()]
     return [f"energy {', '.join(parts)} mJ/token"] if parts else []
+
+
+def _proposers(stats: Statistics) -> Iterator[str]:
+    """Whose tokens were drafted, and the window that rode along."""
+    for name, counts in stats.proposers.items():
+        yield f"{name} {', '.join(f'{count} {what}' for what, count in counts.items())}"
+    if stats.lookahead is not None:
+        shape = " ".join(f"{letter} {size}" for letter, size in stats.lookahead.items())
+        yield f"window {shape}"
 
 
 def figure(value: float | None, form: str, unit: str = "") -> str:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ondevice.engine import Engine
     from ondevice.errors import OnDeviceError, UserError
-    from ondevice.policy import Sizes
     from ondevice.prompt import Message
+    from ondevice.records import Window
     from ondevice.sampling import SamplingParams
+    from ondevice.schedule import Sizes
     from ondevice.session import Answer, Options, Piece, Session
     from ondevice.statistics import Statistics
 
@@ -26,9 +27,10 @@ _HOMES = {
     "Piece": "session",
     "SamplingParams": "sampling",
     "Session": "session",
-    "Sizes": "policy",
+    "Sizes": "schedule",
     "Statistics": "statistics",
     "UserError": "errors",
+    "Window": "records",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Sizes",
     "Statistics",
     "UserError",
+    "Window",
     "__version__",
 ]
 

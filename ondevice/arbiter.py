@@ -1,19 +1,23 @@
 """Which strategy is in force under `auto`: by measured rates, with the chance to be wrong small.
 
-Plain decoding's rate is known from the costs, so it needs no trial. Speculation is parked when even
-an optimistic reading of its rounds is slower, and probed again after a while that doubles from one
-failure to the next. Drafting beside the verifier and drafting in turn are tried against each other
-only where the two units slow each other down: else overlapping cannot lose. There the two take
-turns in being probed, too.
+Plain decoding's rate is known from the costs, so it needs no trial. A way to speculate is left when
+even an optimistic reading of its rounds is slower than plain: drafting gives way to doing without a
+drafter, if that has not failed too; else speculation is parked, and probed again after a while that
+doubles from one failure to the next. Drafting beside the verifier, drafting in turn and not
+drafting are tried against each other only where the two units slow each other down: else
+overlapping cannot lose. There the two ways to draft take turns in being probed, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Active = Literal["plain", "sequential", "pipelined"]
+Active = Literal["plain", "sequential", "pipelined", "weightless", "lookup", "lookahead", "jacobi"]
+DRAFTING: tuple[Active, ...] = ("pipelined", "sequential")
+"""Those that use a drafter."""
 
 LEAST_ROUNDS = 3
 """A trial is not judged before: one round says nothing about the next."""
@@ -88,7 +92,10 @@ class Arbiter:
         self.strategy: Active = "pipelined"
         self.rows = 4.0
         """Of a speculative forward, the latest on average."""
+        self._ways: tuple[Active, ...] = ("pipelined", "sequential")
         self._champion: Active = "pipelined"
+        self._failed: set[Active] = set()
+        self._rival_name: Active = "sequential"
         self._trial = Trial()
         self._rival = Trial()
         self._pause_tokens = FIRST_PAUSE_TOKENS
@@ -96,6 +103,21 @@ class Arbiter:
         self._patience = FIRST_CHALLENGE_ROUNDS
         self._since_challenge = 0
         self._warm_up_left = WARM_UP_ROUNDS
+
+    def begin(self, ways: Sequence[Active]) -> None:
+        """An answer that can be speculated for in these `ways`, the most promising first."""
+        if not ways:
+            return
+        self._ways = tuple(ways)
+        if self._champion not in ways:
+            self._champion = ways[0]
+        if not self.parked and self.strategy not in ways:
+            self._crown(self._champion)
+
+    def _crown(self, way: Active) -> None:
+        self.strategy = self._champion = way
+        self._trial = Trial()
+        self._warm_up_left = WARM_UP_ROUNDS if way in DRAFTING else 0
 
     @property
     def parked(self) -> bool:
@@ -123,8 +145,8 @@ class Arbiter:
         if self.parked:
             self._pause_left -= tokens
             if self._pause_left <= 0:
-                self.strategy, self._trial = self._champion, Trial()
-                self._warm_up_left = WARM_UP_ROUNDS
+                self._failed.clear()
+                self._crown(self._champion)
         elif self._warm_up_left > 0:
             self._warm_up_left = 0 if drafted else self._warm_up_left - 1
         elif self.strategy == self._champion:
@@ -140,23 +162,40 @@ class Arbiter:
         established = trial.count >= ENOUGH_ROUNDS
         rate = trial.rate if established else trial.optimistic_rate
         if trial.count >= LEAST_ROUNDS and rate < plain_rate:
-            self._park(slowdown)
+            self._give_way(slowdown)
         elif established:
             self._pause_tokens = FIRST_PAUSE_TOKENS
-            if slowdown >= WORTH_CHALLENGING and self._since_challenge >= self._patience:
+            drafts = self._champion in DRAFTING
+            worth = slowdown >= WORTH_CHALLENGING or not drafts
+            if worth and self._since_challenge >= self._patience:
                 self._since_challenge = 0
-                self.strategy, self._rival = self._other, Trial()
+                self._challenge()
+
+    def _give_way(self, slowdown: float) -> None:
+        """Do without the drafter if that has not failed since the last pause; else park."""
+        self._failed.add(self._champion)
+        if "weightless" in self._ways and "weightless" not in self._failed:
+            self._crown("weightless")
+        else:
+            self._park(slowdown)
 
     def _park(self, slowdown: float) -> None:
         self.strategy = "plain"
         self._pause_left = self._pause_tokens
         self._pause_tokens = min(2 * self._pause_tokens, LONGEST_PAUSE_TOKENS)
-        if slowdown >= WORTH_CHALLENGING:
-            self._champion = self._other
+        drafting = [way for way in self._ways if way in DRAFTING]
+        if self._champion not in DRAFTING and drafting:
+            self._champion = drafting[0]
+        elif slowdown >= WORTH_CHALLENGING and drafting:
+            self._champion = drafting[(drafting.index(self._champion) + 1) % len(drafting)]
 
-    @property
-    def _other(self) -> Active:
-        return "sequential" if self._champion == "pipelined" else "pipelined"
+    def _challenge(self) -> None:
+        """Try the way after the one that was tried last."""
+        others = [way for way in self._ways if way != self._champion]
+        if others:
+            last = others.index(self._rival_name) if self._rival_name in others else -1
+            self._rival_name = self.strategy = others[(last + 1) % len(others)]
+            self._rival = Trial()
 
     def _judge_rival(self) -> None:
         rival, champion = self._rival, self._trial
@@ -167,5 +206,5 @@ class Arbiter:
             return
         self._patience *= 2
         if rival.pessimistic_rate > champion.rate:
-            self._champion, self._trial = self._other, rival
+            self._champion, self._trial = self._rival_name, rival
         self.strategy = self._champion

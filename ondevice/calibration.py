@@ -187,7 +187,8 @@ class _Calibrator:
         self._verifier = VerifierBench(verifier)
         self._drafter = DrafterBench(drafter, self._verifier.vocab_size) if drafter else None
         # Else no other figure than the plain ones will ever be asked for.
-        self._speculates = drafter is not None and self._verifier.shape != "plain"
+        self._speculates = self._verifier.shape != "plain"
+        self._had_drafter = drafter is not None
         self._drafter_rows = sorted(drafter_rows)
         self._contexts: list[int] = []
         self._warm_up: dict[tuple[_Point, bool], float] = {}
@@ -334,7 +335,7 @@ class _Calibrator:
         # Without speculation no forward of several rows will ever be asked for.
         verifier = measured["verifier"] or measured["plain"]
         table = CostTable(verifier, measured["plain"], measured["drafter"])
-        if self._speculates and not table.drafter:
+        if self._speculates and self._had_drafter and not table.drafter:
             self._trouble = self._trouble or "there was no time to measure the drafter"
             table = replace(table, drafter=_assumed_drafter(verifier[0]))
         return table

@@ -7,24 +7,23 @@ tree. Every event method takes the time and returns the commands to carry out, i
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
 from ondevice.acceptance import ClaimKind, claims
 from ondevice.errors import UnitFailed, UnitLost
 from ondevice.lane import Lane, common_prefix
-from ondevice.ledger import Ledger, emitted_tokens
-from ondevice.policy import LEAST_REACH, Experience, Policy, Schedule, View, policy_for
-from ondevice.proposers import HostProposer
+from ondevice.ledger import Ledger, emitted_tokens, within
+from ondevice.policy import Experience, Policy, policy_for
 from ondevice.records import (
     AnswerLimits,
     Command,
     DraftResult,
     DraftRow,
     Emit,
+    EndRun,
     FinishReason,
     NodeToken,
     Proposal,
@@ -35,7 +34,10 @@ from ondevice.records import (
     UnitName,
     Verdict,
 )
-from ondevice.tree import NOWHERE, Node, SpeculationTree
+from ondevice.schedule import LEAST_REACH, Schedule
+from ondevice.tree import Node, SpeculationTree, riders_of
+from ondevice.view import View
+from ondevice.weightless import Weightless
 
 Phase = Literal["idle", "prefill", "answering", "failed"]
 
@@ -59,10 +61,13 @@ class Coordinator:
         self,
         *,
         drafter: bool,
-        host_proposers: Sequence[HostProposer] = (),
+        weightless: Weightless | None = None,
         experience: Experience | None = None,
     ) -> None:
-        """drafter: whether there is one to command. experience: what is known of the units."""
+        """drafter: whether there is one to command. weightless: proposers that need no model.
+
+        experience: what is known of the units.
+        """
         self.committed: list[int] = []
         self.tree = SpeculationTree()
         self.turn: Turn | None = None
@@ -72,12 +77,14 @@ class Coordinator:
         self._steps = itertools.count()
         self._verifier = Lane("verifier", True, self._out, self._steps)
         self._drafter = Lane("drafter", drafter, self._out, self._steps)
-        self._host_proposers = tuple(host_proposers)
+        self._weightless = weightless or Weightless()
+        self._has_weightless = weightless is not None
         self.experience = experience or Experience()
         self._policy: Policy = policy_for(Schedule(), self.experience, "greedy", 0)
         self._ledger = Ledger(self.experience.costs)
         self._draft_steps = 0
         self._draft_began_ns = 0
+        self._ended_run = -1
         self._untold: list[NodeToken] = []
         self._dropped: list[int] = []
 
@@ -100,6 +107,7 @@ class Coordinator:
             if self.phase == "failed":
                 raise UnitFailed("the verifier failed earlier; open a new session")
             raise RuntimeError("an answer is under way")
+        schedule = schedule.having(self._drafter.alive, self._has_weightless)
         kind = schedule.claim_kind(greedy)
         self._policy = policy_for(schedule, self.experience, kind, len(tokens))
         self._ledger, self._draft_steps = Ledger(self.experience.costs), 0
@@ -110,7 +118,8 @@ class Coordinator:
         self._untold, self._dropped = [NodeToken(root.id, root.token)], []
         self.phase = "prefill"
         self._verifier.load(self.committed, common, prefill=True)
-        self._drafter.load(self.committed, common, prefill=schedule.speculates)
+        self._drafter.load(self.committed, common, prefill=schedule.drafts)
+        self._weightless.begin(schedule.use, self.experience.rates)
         self._propose_on_host()
         return self._proceed(now_ns)
 
@@ -234,27 +243,45 @@ class Coordinator:
 
     def _start_verify(self, now_ns: int) -> None:
         if not self._verifier.free:
+            self._end_run(now_ns)
             return
+        left = self._tokens_left
         if not self._speculates:
-            root = NodeToken(self.tree.root, self.tree[self.tree.root].token)
-            left = self._tokens_left
             limit = self._policy.run_tokens(left) if self._policy.strategy == "plain" else left
-            self._verifier.send(StartRun(next(self._steps), root, limit))
+            self._verifier.send(self._run(limit, watched=False))
             return
         view = self._view(now_ns)
+        if self._policy.shall_run(view):
+            self._verifier.send(self._run(left, watched=True))
+            return
         if view.expanding is not None and self._policy.shall_wait(view):
             return
         selection = self._policy.to_verify(view)
-        rows, fill = self.tree.rows(selection.nodes, selection.rows)
+        rows = self.tree.rows(selection.nodes)
+        window = selection.window
+        riders = riders_of(rows, self._weightless.riders(window, self.committed), selection.rows)
         self._draft_steps = 0
         assert self.turn is not None
         rule = self.turn.schedule.rule
-        self._verifier.send(StartVerify(next(self._steps), rows, rule, fill))
+        self._verifier.send(StartVerify(next(self._steps), rows, rule, riders, window=window))
+
+    def _run(self, limit: int, *, watched: bool) -> StartRun:
+        root = NodeToken(self.tree.root, self.tree[self.tree.root].token)
+        return StartRun(next(self._steps), root, limit, watched)
+
+    def _end_run(self, now_ns: int) -> None:
+        """When a guess has come up that is worth more than plain decoding."""
+        run = self._verifier.running
+        if not isinstance(run, StartRun) or not run.watched or run.step == self._ended_run:
+            return
+        if not self._verifier.stale and not self._policy.shall_run(self._view(now_ns)):
+            self._ended_run = run.step
+            self._out.append(EndRun(run.step))
 
     @property
     def _speculates(self) -> bool:
-        proposers = self._drafter.alive or bool(self._host_proposers)
-        return proposers and self._policy.strategy != "plain"
+        able = self._drafter.alive or self._weightless.active
+        return able and self._policy.strategy != "plain"
 
     @property
     def _drafting(self) -> StartDraft | None:
@@ -316,15 +343,8 @@ class Coordinator:
                 self.tree.add(child, chance)
 
     def _propose_on_host(self) -> None:
-        if not self._speculates:
-            return
-        for proposer in self._host_proposers:
-            ids: list[int] = []
-            for proposal in proposer.propose(self.committed, self.tree.root):
-                if proposal.parent < 0:
-                    proposal = replace(proposal, parent=ids[-proposal.parent - 1])
-                added = self.tree.add(proposal, math.exp(min(proposal.log_q, 0.0)))
-                ids.append(NOWHERE if added is None else added)
+        """Also while parked: how often guesses are right is then learned at no cost."""
+        self._weightless.propose(self.tree, self.committed, self._policy.block)
 
     @property
     def _prompt_tokens(self) -> int:
@@ -337,27 +357,27 @@ class Coordinator:
         return self.turn.limits.max_tokens - self.turn.count
 
     def _commit(
-        self,
-        now_ns: int,
-        verdict: Verdict,
-        command: StartVerify | None,
-        waited_ns: int,
+        self, now_ns: int, verdict: Verdict, command: StartVerify | None, waited_ns: int
     ) -> None:
         turn = self.turn
         assert turn is not None
-        tokens, reason = self._cut(verdict.tokens)
+        tokens, reason = within(turn.limits, verdict.tokens, self._tokens_left)
         accepted = verdict.accepted[: len(tokens)]
-        proposers = tuple(self.tree[node].proposer or "" for node in accepted)
+        proposers = self.tree.proposers(accepted)
+        by_row: tuple[str, ...] = ()
+        if command is not None:
+            by_row = self.tree.proposers([row.node for row in command.rows])
+            self._weightless.observe(command, verdict)
         rerooted = self.tree.commit(tokens)
         self.committed.extend(tokens)
-        if turn.schedule.speculates and self._drafter.alive:
+        if turn.schedule.drafts and self._drafter.alive:
             self._untold.extend(rerooted.committed)
             self._dropped.extend(rerooted.dropped)
         self._verifier.held = len(self.committed) - 1
         turn.count += len(tokens)
         context = len(self.committed) - len(tokens) - 1
         record = self._ledger.close_round(
-            self._policy.strategy, verdict, command, rerooted, context, waited_ns, proposers
+            self._policy.strategy, verdict, command, rerooted, context, waited_ns, proposers, by_row
         )
         drafting_since_ns = None if self._drafting is None else self._draft_began_ns
         self._policy.learn(record, self._ledger.learn(record, drafting_since_ns, now_ns))
@@ -366,17 +386,6 @@ class Coordinator:
             self._end(now_ns, reason)
         else:
             self._propose_on_host()
-
-    def _cut(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The tokens up to the answer's end, if it is among them."""
-        assert self.turn is not None
-        limits = self.turn.limits
-        for count, token in enumerate(tokens, start=1):
-            if limits.ends_at(token):
-                return tuple(tokens[:count]), "stop"
-            if count >= self._tokens_left:
-                return tuple(tokens[:count]), "length"
-        return tuple(tokens), None
 
     def _end(self, now_ns: int, reason: FinishReason, error: BaseException | None = None) -> None:
         """Close the answer: both caches go back to the committed tokens, all nodes are dropped."""

@@ -97,6 +97,10 @@ class StepCosts:
         """Counts of rows that were measured or, since then, observed, ascending."""
         return sorted(self._scale)
 
+    def knows(self, rows: int) -> bool:
+        """Whether so many rows, or more, were ever measured."""
+        return rows <= max(self._scale)
+
     def ms(self, rows: int, context: int = 0, beside: float = 0.0) -> float:
         """Milliseconds of a step of `rows`; beside: share of it during which the other works."""
         curve, _ = self.curve(rows, context, beside)

@@ -39,6 +39,8 @@ from ondevice.worker import UnitWorker
 VERSIONED = ("ondevice", "mlx", "mlx-lm", "numpy")
 """Packages whose version may change what a step takes."""
 RUNTIME = "drafter runtime"
+FORMAT = "ondevice-costs-2"
+"""Tables of the first had one row for a pair without a drafter."""
 MOST_TRIES = 2
 """Openings that measure a pair for want of a sure table; a machine that is always busy must do."""
 
@@ -49,7 +51,7 @@ class CostRecord(Manifest):
     tries: how many calibrations by openings it is the best of.
     """
 
-    format: Literal["ondevice-costs-1"] = "ondevice-costs-1"
+    format: Literal["ondevice-costs-2"] = "ondevice-costs-2"
     identity: dict[str, str]
     measured_at: AwareDatetime
     took_s: float
@@ -123,7 +125,7 @@ def _digest(paths: list[Path]) -> str:
 
 def record_path(identity: Mapping[str, str]) -> Path:
     """The file of the table that belongs to `identity`."""
-    text = json.dumps(dict(identity), sort_keys=True)
+    text = json.dumps([FORMAT, dict(identity)], sort_keys=True)
     return costs_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
 

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,12 @@ from ondevice.coordinator import Coordinator
 from ondevice.draftcheck import check_result
 from ondevice.drafters import Drafters
 from ondevice.errors import Closed, OnDeviceError, UnitFailed, UnitLost
-from ondevice.policy import Experience, Schedule
+from ondevice.policy import Experience
 from ondevice.records import (
     AnswerLimits,
     Command,
     Emit,
+    EndRun,
     Prefill,
     StartDraft,
     StartRun,
@@ -31,10 +33,31 @@ from ondevice.records import (
     UnitName,
 )
 from ondevice.sampling import Law
+from ondevice.schedule import Schedule
 from ondevice.units import DrafterUnit, DraftRequest, RunRequest, VerifierUnit, VerifyRequest
+from ondevice.weightless import Weightless
 from ondevice.worker import Job, UnitWorker
 
 Event = Callable[[int], list[Command]]
+
+LOOK_S = 0.005
+"""How long a run waits for its coordinator at most: a reader that takes its time holds up none."""
+
+
+class Watch:
+    """Lets a coordinator look at every token of a run before another forward is queued.
+
+    The forward of that token is under way meanwhile, so the look (some 0.3 ms) costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.over = threading.Event(), threading.Event()
+        self.seen.set()
+
+    def goes_on(self) -> bool:
+        """Asked by the verifier's thread."""
+        self.seen.wait(LOOK_S)
+        return not self.over.is_set()
 
 
 class Driver:
@@ -45,20 +68,25 @@ class Driver:
         verifier: UnitWorker[VerifierUnit],
         drafters: Drafters | None,
         experience: Experience | None = None,
+        weightless: Weightless | None = None,
     ) -> None:
         """Opens a session in each unit. Raises Closed, or UnitLost for the verifier.
 
-        experience: what is known of the units, this session's own.
+        experience: what is known of the units, weightless: the proposers without a model; both are
+        this session's own.
         """
         self._verifier, self._drafters = verifier, drafters
         self._verifier_session = verifier.call(lambda unit: unit.open_session())
         self._drafter: UnitWorker[DrafterUnit] | None = None
         self._drafter_session = -1
-        self.coordinator = Coordinator(drafter=self._lend_drafter(), experience=experience)
+        self.coordinator = Coordinator(
+            drafter=self._lend_drafter(), weightless=weightless, experience=experience
+        )
         if drafters is not None and self._drafter is None:
             self.coordinator.drafter_error = drafters.loss
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._cancelled = self._run_over = threading.Event()
+        self._watch = Watch()
         self._closed = False
         self._lock = threading.Lock()
 
@@ -170,10 +198,13 @@ class Driver:
                     self._submit("verifier", self._verify_job(command))
                 case StartRun():
                     self._submit("verifier", self._run_job(command))
+                case EndRun():
+                    self._watch.over.set()
                 case Truncate(unit=unit):
                     if unit == "verifier":
                         self._run_over.set()
                     self._submit(unit, self._truncate_job(command))
+        self._watch.seen.set()
         return [command for command in commands if isinstance(command, Emit | Stop)]
 
     def _lent(self, unit: UnitName) -> tuple[UnitWorker[Any] | None, int]:
@@ -225,14 +256,18 @@ class Driver:
         return job
 
     def _run_job(self, command: StartRun) -> Callable[[VerifierUnit], Iterator[None]]:
+        watch = self._watch = Watch()
         request = RunRequest(
             self._verifier_session, command.step, command.root.token, command.limit, self._law
         )
+        if command.watched:
+            request = replace(request, goes_on=watch.goes_on)
         self._run_over = threading.Event()
         stopped = _any_of(self._run_over, self._cancelled, self._verifier.closing)
 
         def job(unit: VerifierUnit) -> Iterator[None]:
             for verdict in unit.run(request, stopped):
+                watch.seen.clear()
                 self._post(partial(self.coordinator.on_verdict, verdict=verdict))
                 if verdict.more:
                     yield

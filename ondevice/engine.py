@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from ondevice import blas
 from ondevice.artifact import PAIR_FILE, PairManifest, check_tokenizer
+from ondevice.corpus import read_corpus
 from ondevice.costs import ASSUMED, CostModel, CostTable
 from ondevice.deadline import Deadline
 from ondevice.drafters import Drafters
@@ -31,6 +32,7 @@ from ondevice.errors import (
     UnitLost,
     UserError,
 )
+from ondevice.lookup import SuffixIndex
 from ondevice.models.pairs import default_pair
 from ondevice.policy import Experience
 from ondevice.power import Power
@@ -38,6 +40,7 @@ from ondevice.prompt import Prompt
 from ondevice.session import Answer, Model, Options, Session
 from ondevice.units import DrafterUnit, VerifierUnit
 from ondevice.verifierfolder import check_verifier_folder
+from ondevice.weightless import Weightless
 from ondevice.worker import UnitWorker
 
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ class Engine:
         self._folder: Path | None = None
         self._chosen: list[Choice] = []
         self._power = Power()
+        self._corpus: SuffixIndex | None = None
         self._sessions: set[Session] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -194,6 +198,15 @@ class Engine:
         self._experience, self.cost_record = Experience(CostModel(record.table)), record
         self.cost_trouble = record.trouble
 
+    def look_into(self, file: str | Path) -> int:
+        """Let sessions from now on propose what follows in the text of `file`; its tokens.
+
+        For code bases, templates and the like. Raises BadRequest for what cannot be read, is no
+        text, is empty or is too large, see `ondevice.corpus`.
+        """
+        self._corpus = read_corpus(Path(file), self.model.tokenizer)
+        return self._corpus.length
+
     @property
     def drafter_runtime(self) -> str | None:
         """What runs the drafter ("emulator-fp32"), for people to read; None without a drafter."""
@@ -220,7 +233,8 @@ class Engine:
                 raise Closed("this engine is closed; open another one")
             if self._verifier.lost is not None:
                 raise Closed(f"this engine is closed; open another one: {self._verifier.lost}")
-            driver = Driver(self._verifier, self._drafters, self._experience.copy())
+            weightless = Weightless(self.model.end_tokens, self._corpus)
+            driver = Driver(self._verifier, self._drafters, self._experience.copy(), weightless)
             session = Session(self.model, driver, system, self._forget, self._remember, self._power)
             self._sessions.add(session)
         return session

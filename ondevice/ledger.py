@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from ondevice.costs import CostModel
 from ondevice.records import (
+    AnswerLimits,
     DraftRecord,
     DraftResult,
     EmittedToken,
+    FinishReason,
     StartVerify,
     StepRecord,
     Verdict,
@@ -56,19 +58,22 @@ class Ledger:
         context: int,
         waited_ns: int,
         proposers: Sequence[str],
+        row_proposers: Sequence[str],
     ) -> StepRecord:
         """The record of a round that is committed. command: None for a token of a run.
 
+        proposers: of the accepted nodes; row_proposers: of all rows of the command, root included.
         strategy: the one in force; a run is `plain` in any case, as when the drafter is lost.
         """
         rows = command.rows if command else ()
         tokens = len(rerooted.committed)
         drafts, self._drafts = tuple(self._drafts), []
+        drafted = _rows_within(rows, depth=tokens)
         return StepRecord(
             strategy=strategy if command else "plain",
             context=context,
             rows=len(rows) + len(command.riders) if command else 1,
-            drafted=_rows_within(rows, depth=tokens),
+            drafted=len(drafted),
             accepted=len(proposers),
             committed=tokens,
             start_ns=verdict.start_ns,
@@ -78,6 +83,9 @@ class Ledger:
             accepted_by=tuple(proposers),
             outcomes=rerooted.outcomes,
             drafts=drafts,
+            drafted_by=tuple(row_proposers[row] for row in drafted),
+            offered_by=rerooted.offered,
+            window=command.window if command else None,
         )
 
     def learn(self, record: StepRecord, running_since_ns: int | None, now_ns: int) -> float:
@@ -107,12 +115,27 @@ def _overlap_ns(start_ns: int, end_ns: int, record: StepRecord) -> int:
     return max(0, min(end_ns, record.end_ns) - max(start_ns, record.start_ns))
 
 
-def _rows_within(rows: Sequence[VerifyRow], depth: int) -> int:
-    """How many rows lie 1 to `depth` levels below row 0."""
+def _rows_within(rows: Sequence[VerifyRow], depth: int) -> list[int]:
+    """Which rows lie 1 to `depth` levels below row 0."""
     depths = [0]
     for row in rows[1:]:
         depths.append(depths[row.parent] + 1)
-    return sum(1 for level in depths if 1 <= level <= depth)
+    return [row for row, level in enumerate(depths) if 1 <= level <= depth]
+
+
+def within(
+    limits: AnswerLimits, tokens: Sequence[int], left: int
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """The tokens up to the answer's end, and why it ends there, if it does.
+
+    left: how many the answer may have yet.
+    """
+    for count, token in enumerate(tokens, start=1):
+        if limits.ends_at(token):
+            return tuple(tokens[:count]), "stop"
+        if count >= left:
+            return tuple(tokens[:count]), "length"
+    return tuple(tokens), None
 
 
 def emitted_tokens(

@@ -46,18 +46,20 @@ class PlainRun:
                 yield Verdict(self.request.step, (), (), (), start_ns, monotonic_ns())
                 return
             position += 1
-            ahead = self._submit(pending.tokens, position) if left and ahead_allowed else None
+            last = left == 0 or not self.request.goes_on()
+            ahead = None if last or not ahead_allowed else self._submit(pending.tokens, position)
             if ahead is not None and not self.law.law.greedy:
                 self.law.law.noise(position + 1)  # made while the device is busy
-            verdict = self._read(pending, start_ns, position - 1, more=left > 0)
+            verdict = self._read(pending, start_ns, position - 1, more=not last)
             if ahead is not None:
                 self.known.append(verdict.tokens[0])
             yield verdict
+            if last:
+                return
             if left % CLEAR_EVERY == 0:
                 mx.clear_cache()
             start_ns = verdict.end_ns
-            if left:
-                pending = ahead or self._submit_known(verdict.tokens[0], position)
+            pending = ahead or self._submit_known(verdict.tokens[0], position)
 
     def _submit_known(self, token: int, position: int) -> Choices:
         choices = self._submit(mx.array([token]), position, [*self.known, token])

@@ -15,6 +15,8 @@ from heapq import nlargest
 
 MOST_ROWS = 32
 """Rows of a verifier forward, root and fill included, unless a schedule says otherwise."""
+PACE_MEMORY_MS = 3000.0
+"""Time until an old round weighs 1/e in the pace."""
 STEPS_AHEAD = 6
 """How many drafter steps are looked ahead when deciding whether to wait."""
 
@@ -78,6 +80,42 @@ class Growth:
             running, waiting = waiting[: self.step_rows], waiting[self.step_rows :]
             wait_ms += self.step_ms
         return best
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens per millisecond of the rounds so far, old ones fading; kept from answer to answer."""
+
+    tokens: float
+    elapsed_ms: float
+
+    @property
+    def value(self) -> float:
+        """Tokens per millisecond."""
+        return self.tokens / self.elapsed_ms
+
+    def learn(self, tokens: int, elapsed_ms: float) -> None:
+        """Take in a round."""
+        keep = max(0.5, 1 - elapsed_ms / PACE_MEMORY_MS)
+        self.tokens = self.tokens * keep + tokens
+        self.elapsed_ms = self.elapsed_ms * keep + elapsed_ms
+
+
+class Block:
+    """How far a block of guesses was right, of the latest rounds."""
+
+    def __init__(self) -> None:
+        self.reaches = [0.5**depth for depth in range(1, MOST_ROWS)]
+        """By depth from 1 on, how often so many of a block were right."""
+
+    def learn(self, accepted: int) -> None:
+        """A block's first `accepted` guesses were right."""
+        for at, reach in enumerate(self.reaches):
+            self.reaches[at] = reach + BLOCK_WEIGHT * ((accepted > at) - reach)
+
+
+BLOCK_WEIGHT = 0.05
+"""Of the newest block."""
 
 
 def best_step(

@@ -1,8 +1,9 @@
 """What to draft, what to verify and when to wait: pure decisions over a tree.
 
-Four strategies. `plain` never speculates. `sequential` lets the drafter build its tree, then the
-verifier judge it, in turn. `pipelined` keeps both at work: the drafter grows the tree while the
-verifier is busy with a part of it. `auto` chooses among the three by the rates that it measures.
+`plain` never speculates. `sequential` lets the drafter build its tree, then the verifier judge it,
+in turn. `pipelined` keeps both at work: the drafter grows the tree while the verifier is busy with
+a part of it. `lookup`, `lookahead` and `jacobi` need no drafter, `weightless` is the three at once.
+`auto` chooses between plain, drafting and doing without a drafter by the rates that it measures.
 """
 
 from __future__ import annotations
@@ -10,29 +11,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ondevice.acceptance import Acceptance, ClaimKind
-from ondevice.arbiter import Active, Arbiter
+from ondevice.arbiter import DRAFTING, Active, Arbiter
 from ondevice.costs import CostModel
-from ondevice.planning import MOST_ROWS, Growth, best_round, best_step
-from ondevice.records import AcceptanceRule, StepRecord
-from ondevice.tree import Node, SpeculationTree
+from ondevice.lookahead import DEFAULT as DEFAULT_WINDOW
+from ondevice.planning import MOST_ROWS, Block, Growth, Pace, Worth, best_round, best_step
+from ondevice.proposers import HitRates
+from ondevice.records import StepRecord, Window
+from ondevice.schedule import WEIGHTLESS, Schedule, Sizes
+from ondevice.tree import Node
+from ondevice.view import Selection, View
+from ondevice.windows import Windows
 
-Strategy = Literal["auto", "plain", "sequential", "pipelined"]
-STRATEGIES: tuple[Strategy, ...] = ("auto", "plain", "sequential", "pipelined")
-
-DEFAULT_CHILDREN = 4
-"""Proposals per node of a tree: the fourth is right about once in 20 positions (a = 0.7), and a
-node that is never drafted further costs microseconds."""
+LEAST_BLOCK = 3
+"""Guesses of a block of Jacobi's: fewer have no time to become right before they are reached."""
 TREE_NODES = 256
 """A tree this large is not grown: what lies so far out is rarely reached. With a quick drafter and
 cheap rows (0.1 and 0.01 of a one-row forward, a = 0.9) 5.23 times plain with 128 nodes, 5.85 with
 256, no more with 400."""
-LEAST_REACH = 0.001
-"""Nodes less likely than this are not kept (on the 8B row of DESIGN section 1 2.41 times plain at
-0.005, 2.28 at 0.01; on the machine above 5.98 at 0.001, 5.85 at 0.002, no more below)."""
 GAIN_SHARE = 0.4
 """Of what a step beside the verifier seems to bring: most of it is dropped at the next re-rooting
 or never verified. Where the drafter slows the verifier by 16 %, 0.4 is 1 to 3 % faster than 1 and
@@ -40,66 +38,8 @@ than 0.25."""
 REST_ROUNDS = 32
 """Rounds after which a drafter that was not worth a wait is heard again: what it is worth is known
 from its answers alone, and a step in so many rounds costs less than a hundredth."""
-PACE_MEMORY_MS = 3000.0
-"""Time until an old round weighs 1/e in the pace."""
 PACE_PRIOR_ROUNDS = 4.0
 """A pace starts as plain decoding's, which counts as this many rounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """A round of fixed size, for experiments.
-
-    verify_rows: rows of a forward, root included. depth: drafter steps a round under `sequential`;
-    the deepest level drafted under `pipelined`. draft_rows: nodes expanded a step.
-    """
-
-    verify_rows: int
-    depth: int
-    draft_rows: int = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A strategy and its shape.
-
-    children: proposals per node; 1 makes chains. sizes: None chooses them from the measured costs.
-    """
-
-    strategy: Strategy = "auto"
-    children: int = DEFAULT_CHILDREN
-    rule: AcceptanceRule = "coupled"
-    sizes: Sizes | None = None
-
-    @property
-    def speculates(self) -> bool:
-        """Whether a drafter is of any use to it."""
-        return self.strategy != "plain"
-
-    def claim_kind(self, greedy: bool) -> ClaimKind:
-        """What its drafter's confidence is made of."""
-        if greedy:
-            return "greedy"
-        return "sampled" if self.rule == "rejection" else "noisy"
-
-
-@dataclass(slots=True)
-class Pace:
-    """Tokens per millisecond of the rounds so far, old ones fading; kept from answer to answer."""
-
-    tokens: float
-    elapsed_ms: float
-
-    @property
-    def value(self) -> float:
-        """Tokens per millisecond."""
-        return self.tokens / self.elapsed_ms
-
-    def learn(self, tokens: int, elapsed_ms: float) -> None:
-        """Take in a round."""
-        keep = max(0.5, 1 - elapsed_ms / PACE_MEMORY_MS)
-        self.tokens = self.tokens * keep + tokens
-        self.elapsed_ms = self.elapsed_ms * keep + elapsed_ms
 
 
 class Experience:
@@ -108,52 +48,15 @@ class Experience:
     def __init__(self, costs: CostModel | None = None) -> None:
         self.costs = costs or CostModel()
         self.acceptances: defaultdict[ClaimKind, Acceptance] = defaultdict(Acceptance)
+        self.rates: defaultdict[str, HitRates] = defaultdict(HitRates)
+        """Of the guesses of proposers without a model, by name."""
         self.arbiter = Arbiter()
+        self.windows = Windows()
         self.paces: dict[Active, Pace] = {}
 
     def copy(self) -> Experience:
         """The same knowledge, which learns on its own from here."""
         return deepcopy(self)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a decision looks at.
-
-    context: tokens before the root. levels: how deep a row may lie to be of use. verifying: the
-    verifier is at work. expanding: nodes of the drafter step under way, None when it is at rest;
-    remaining_ms: until that step ends. steps: drafter steps since the last forward began.
-    """
-
-    tree: SpeculationTree
-    context: int
-    levels: int
-    verifying: bool
-    expanding: Sequence[int] | None = None
-    remaining_ms: float = 0.0
-    steps: int = 0
-
-    def useful(self) -> list[Node]:
-        """Nodes below the root that may be verified, likeliest first."""
-        deepest = self.tree[self.tree.root].depth + self.levels
-        return [node for node in self.tree.likeliest()[1:] if node.depth <= deepest]
-
-    def unexpanded(self) -> list[Node]:
-        """Nodes without children from the drafter, likeliest first; those verified last aside."""
-        deepest = self.tree[self.tree.root].depth + self.levels
-        return [
-            node
-            for node in self.tree.likeliest()
-            if node.expansion == "none" and node.depth < deepest
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Nodes for a forward, parents first. rows: that it shall have, root and fill included."""
-
-    nodes: Sequence[Node]
-    rows: int
 
 
 class Policy(Protocol):
@@ -172,6 +75,13 @@ class Policy(Protocol):
     def to_verify(self, view: View) -> Selection:
         """The next forward."""
 
+    def shall_run(self, view: View) -> bool:
+        """Whether to decode the next token plainly, with its forward queued ahead."""
+
+    @property
+    def block(self) -> int:
+        """Tokens of Jacobi's next block, whatever their chances; 0 leaves it to those."""
+
     def run_tokens(self, left: int) -> int:
         """How many of the `left` tokens to decode plainly, under `plain`."""
 
@@ -185,8 +95,12 @@ class Policy(Protocol):
 
 def policy_for(schedule: Schedule, experience: Experience, kind: ClaimKind, context: int) -> Policy:
     """The policy of an answer that starts after `context` tokens."""
-    if schedule.sizes is not None:
-        return FixedPolicy(schedule, schedule.sizes)
+    sizes, window = schedule.sizes, schedule.window
+    if sizes is None and window is not None and schedule.strategy == "lookahead":
+        # As published: all n-grams of a key go before the verifier, whatever that costs.
+        sizes = Sizes(1 + window.guesses * (window.ngram - 1), window.ngram - 1)
+    if sizes is not None:
+        return FixedPolicy(schedule, sizes)
     return RatePolicy(schedule, experience, experience.acceptances[kind], context)
 
 
@@ -198,9 +112,14 @@ class FixedPolicy:
             raise ValueError("`auto` chooses its sizes; a fixed schedule needs a strategy")
         self.strategy: Active = schedule.strategy
         self._sizes = sizes
+        self._window = None
+        if "lookahead" in schedule.use.names:
+            self._window = schedule.window or DEFAULT_WINDOW
 
     def to_expand(self, view: View) -> list[Node]:
         """The likeliest, down to the fixed depth."""
+        if self.strategy not in DRAFTING:
+            return []
         root_depth = view.tree[view.tree.root].depth
         sequential = self.strategy == "sequential"
         return [
@@ -214,12 +133,23 @@ class FixedPolicy:
         if self.strategy == "sequential":
             more = view.steps < self._sizes.depth and bool(view.unexpanded())
             return view.expanding is not None or more
+        if self.strategy != "pipelined":
+            return False
         return view.expanding is not None and not view.tree[view.tree.root].children
 
     def to_verify(self, view: View) -> Selection:
-        """The likeliest nodes that fit."""
+        """The likeliest nodes that fit, and the window."""
         nodes = view.useful()[: self._sizes.verify_rows - 1]
-        return Selection(nodes, len(nodes) + 1)
+        return Selection(nodes, len(nodes) + 1, self._window)
+
+    def shall_run(self, view: View) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def block(self) -> int:
+        """As many as fit."""
+        return self._sizes.verify_rows - 1 if self.strategy == "jacobi" else 0
 
     def run_tokens(self, left: int) -> int:
         """All."""
@@ -244,6 +174,12 @@ class RatePolicy:
         self._costs, self._acceptance = experience.costs, acceptance
         self._arbiter = experience.arbiter
         self._context = context
+        if schedule.strategy == "auto":
+            self._arbiter.begin(schedule.ways)
+        self._windows = experience.windows
+        self._looks_ahead = "lookahead" in schedule.use.names
+        self._block = Block()
+        self._accepted = 0.0
         self._paces = experience.paces
         self._undrafted_rounds = 0
         plain_ms = self._costs.plain.ms(1, context)
@@ -271,7 +207,7 @@ class RatePolicy:
 
         While the verifier works, a step must bring more than the time by which it slows that down.
         """
-        if self.strategy == "plain" or len(view.tree) > TREE_NODES:
+        if self.strategy not in DRAFTING or len(view.tree) > TREE_NODES:
             return []
         nodes = view.unexpanded()
         if not nodes:
@@ -297,6 +233,8 @@ class RatePolicy:
 
         Or whether the drafter was not heard for REST_ROUNDS.
         """
+        if self.strategy not in DRAFTING:
+            return False
         if self._undrafted_rounds >= REST_ROUNDS and view.steps == 0:
             return True
         ready = [node.reach for node in view.useful()]
@@ -323,9 +261,64 @@ class RatePolicy:
     def to_verify(self, view: View) -> Selection:
         """The number of nodes of the best value, and as many more as cost nothing."""
         nodes = view.useful()
-        best = best_round([node.reach for node in nodes], self._verify_ms(view), self._pace)
-        rows = self._costs.verifier.filled(best.nodes + 1, view.context, self._beside(view))
-        return Selection(nodes[: rows - 1], rows)
+        reaches = [node.reach for node in nodes]
+        window = self._window(view, reaches)
+        riders = window.riders if window is not None else 0
+        least = min(self.block, len(nodes))
+        best = max(least, self._best_round(view, reaches, riders).nodes)
+        rows = self._costs.verifier.filled(best + 1 + riders, view.context, self._beside(view))
+        return Selection(nodes[: rows - riders - 1], rows, window)
+
+    def shall_run(self, view: View) -> bool:
+        """Without a drafter: where no guess is worth what a forward costs that is not queued ahead.
+
+        A forward of one row is no substitute: SmolLM2 took 67 ms for it, and 48 for a run's.
+        """
+        if not self._may_run:
+            return False
+        reaches = [node.reach for node in view.useful()]
+        window = self._window(view, reaches)
+        return window is None and self._run_value > self._best_round(view, reaches, 0).value
+
+    @property
+    def _may_run(self) -> bool:
+        """Jacobi's guesses get better by being verified alone, and a set window rides always."""
+        strategy = self.strategy
+        return strategy in WEIGHTLESS and strategy != "jacobi" and self._schedule.window is None
+
+    @property
+    def _run_value(self) -> float:
+        return 1 - self._pace * self._costs.plain.ms(1, self._context)
+
+    def _best_round(self, view: View, reaches: Sequence[float], riders: int) -> Worth:
+        """riders: rows that the forward has beside the root and the nodes."""
+        verifier = self._costs.verifier
+        most = MOST_ROWS + riders
+        curve_ms, _ = verifier.curve(most, view.context, self._beside(view))
+        return best_round(reaches, curve_ms[riders : most + 1], self._pace)
+
+    def _window(self, view: View, reaches: Sequence[float]) -> Window | None:
+        """Of lookahead, if it is used: the one that was set, else what pays."""
+        schedule = self._schedule
+        if not self._looks_ahead:
+            return None
+        if schedule.window is not None:
+            return schedule.window
+        without = max(self._best_round(view, reaches, 0).value, self._run_value)
+        return self._windows.choose(
+            lambda riders: self._best_round(view, reaches, riders).value - without,
+            self._costs.verifier,
+        )
+
+    @property
+    def block(self) -> int:
+        """Under `jacobi` by how far its blocks were right so far."""
+        if self.strategy != "jacobi":
+            return 0
+        verifier = self._costs.verifier
+        curve_ms, counts = verifier.curve(MOST_ROWS, self._context)
+        best = best_round(self._block.reaches, curve_ms[: MOST_ROWS + 1], self._pace)
+        return counts[max(best.nodes, LEAST_BLOCK) + 1] - 1
 
     def _beside(self, view: View) -> float:
         return 1.0 if self.strategy == "pipelined" else 0.0
@@ -344,7 +337,14 @@ class RatePolicy:
         for outcome in record.outcomes:
             self._acceptance.learn(outcome)
         self._undrafted_rounds = 0 if record.drafts else self._undrafted_rounds + 1
-        if record.strategy == self.strategy:  # a run in place of a lost drafter's says nothing
+        if record.strategy == "jacobi":
+            self._block.learn(record.accepted)
+        if record.strategy != "plain":
+            self._accepted += 0.05 * (record.accepted - self._accepted)
+        if self._looks_ahead and self._schedule.window is None:
+            self._windows.learn(record.window, record.accepted_by.count("lookahead"))
+        # A run in place of a lost drafter's rounds says nothing of them.
+        if record.strategy == self.strategy or self._may_run:
             self._own_pace.learn(record.committed, elapsed_ms)
             if self._schedule.strategy == "auto":
                 self._arbitrate(record, elapsed_ms)
@@ -366,7 +366,9 @@ class RatePolicy:
         """What was measured: the costs against the acceptance when parked, else the gain."""
         arbiter, costs = self._arbiter, self._costs
         acceptance = "acceptance not known yet"
-        if self._acceptance.seen:
+        if not self._schedule.drafts:
+            acceptance = f"{self._accepted:.2f} tokens accepted a forward"
+        elif self._acceptance.seen:
             acceptance = f"acceptance {self._acceptance.first_choice:.2f}"
         if self.strategy == "plain":
             rows = max(2, round(arbiter.rows))

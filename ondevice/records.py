@@ -75,6 +75,24 @@ class VerifyRow:
     q: FloatArray | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The shape of lookahead decoding, in its paper's letters: W columns, N-grams, G of them a key.
+
+    columns: W, of the Jacobi window, 2 to 64. ngram: N, 3 to 10; the window has N - 1 levels.
+    guesses: G, n-grams kept and put before the verifier by their first token, 1 to 64.
+    """
+
+    columns: int
+    ngram: int
+    guesses: int
+
+    @property
+    def riders(self) -> int:
+        """Rows that the window adds to a forward: its first place is the root's row."""
+        return self.columns * (self.ngram - 1) - 1
+
+
 # Commands
 
 
@@ -105,8 +123,9 @@ class StartDraft:
 class StartVerify:
     """Score `rows` (row 0 is the root, parents come first) and walk them. See `on_verdict`.
 
-    riders: rows that ride along for lookahead; their parents index rows, then riders. want_hidden:
-    the verdict shall carry `hidden`.
+    riders: rows that ride along for lookahead; their parents index rows, then riders. The first of
+    them are those of `window`, where there is one, the others fill. want_hidden: the verdict shall
+    carry `hidden`.
     """
 
     step: int
@@ -114,15 +133,27 @@ class StartVerify:
     rule: AcceptanceRule
     riders: tuple[VerifyRow, ...] = ()
     want_hidden: bool = False
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StartRun:
-    """Decode plainly from the root, one verdict a token, for `limit` tokens or until Truncate."""
+    """Decode plainly from the root, one verdict a token, for `limit` tokens or until Truncate.
+
+    watched: an EndRun may come after any token.
+    """
 
     step: int
     root: NodeToken
     limit: int
+    watched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """The run queues no further forward; the one under way gives its last token. Not answered."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +201,7 @@ class Stop:
     drafts: tuple[DraftRecord, ...] = ()
 
 
-Command = Prefill | StartDraft | StartVerify | StartRun | Truncate | Emit | Stop
+Command = Prefill | StartDraft | StartVerify | StartRun | EndRun | Truncate | Emit | Stop
 
 
 # Events
@@ -201,7 +232,8 @@ class Verdict:
     accepted: the accepted nodes, top down. tokens: their tokens, then the verifier's own next one:
     (len(accepted) + 1,). logprobs: one each. top_logprobs: per token the likeliest (token,
     log-probability) pairs, empty unless asked for. hidden: the final norm's output of the last row
-    of the walk, shape (hidden_size,), when asked for. rider_tokens: each rider's likeliest token.
+    of the walk, shape (hidden_size,), when asked for. row_tokens: what the law chose after every
+    row of the request, with its noise. rider_tokens: each rider's likeliest token, without.
     more: a run goes on; the last verdict of a run has it False, and no tokens when the run was
     ended from outside.
     """
@@ -214,6 +246,7 @@ class Verdict:
     end_ns: int
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     hidden: FloatArray | None = None
+    row_tokens: tuple[int, ...] = ()
     rider_tokens: tuple[int, ...] = ()
     more: bool = False
 
@@ -268,7 +301,9 @@ class StepRecord:
     fill included. drafted: rows put before the verifier, root excluded; like accepted and committed
     it counts what stayed after the answer's end was cut. waited_ns: how long the verifier had been
     idle. root_was_known: the tree already held the new root. accepted_by: proposers. outcomes: one
-    per committed token. drafts: drafter steps that ended since the last round.
+    per committed token. drafts: drafter steps that ended since the last round. drafted_by:
+    proposers of the drafted rows. offered_by: how many nodes each proposer gave the tree since the
+    last round. window: of lookahead, if one rode along.
     """
 
     strategy: str
@@ -284,3 +319,6 @@ class StepRecord:
     accepted_by: tuple[str, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     drafts: tuple[DraftRecord, ...] = ()
+    drafted_by: tuple[str, ...] = ()
+    offered_by: tuple[tuple[str, int], ...] = ()
+    window: Window | None = None

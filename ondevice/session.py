@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 from ondevice.acceptance import MOST_CHILDREN
+from ondevice.arbiter import DRAFTING
 from ondevice.driver import Driver
 from ondevice.errors import BadRequest, ContextOverflow
-from ondevice.policy import DEFAULT_CHILDREN, STRATEGIES, Experience, Schedule, Sizes, Strategy
+from ondevice.policy import Experience
 from ondevice.power import Power
 from ondevice.prompt import Message, Prompt, PromptReader
 from ondevice.records import (
@@ -23,11 +24,21 @@ from ondevice.records import (
     FinishReason,
     StepRecord,
     Stop,
+    Window,
 )
 from ondevice.sampling import Law, SamplingParams
+from ondevice.schedule import (
+    DEFAULT_CHILDREN,
+    STRATEGIES,
+    WEIGHTLESS,
+    Schedule,
+    Sizes,
+    Strategy,
+)
 from ondevice.statistics import Statistics, Tally
 from ondevice.text import TextStream
 from ondevice.units import TreeShape
+from ondevice.windows import checked as check_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +53,7 @@ class Options:
     measures. rule: `coupled` gives the same text for the same seed with any strategy; `rejection`
     the same distribution, in chains. children: proposals per node, None chooses; 1 makes chains.
     sizes: of every round, for experiments; None chooses them by what pays, which may be nothing.
+    window: of lookahead, in every forward of a strategy that uses it; None chooses it, as above.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -51,6 +63,7 @@ class Options:
     rule: AcceptanceRule = "coupled"
     children: int | None = None
     sizes: Sizes | None = None
+    window: Window | None = None
 
     def checked(self) -> Self:
         """The same options; raises BadRequest for a value out of range.
@@ -74,6 +87,10 @@ class Options:
                 raise BadRequest("sizes need a strategy to be set; auto chooses its own")
             for name, size in asdict(self.sizes).items():
                 _require_count(name.replace("_", " "), size, MOST_SIZE)
+        if self.window is not None:
+            if not isinstance(self.window, Window):
+                raise BadRequest(f"window must be a Window, got {self.window!r}")
+            check_window(self.window)
         if not isinstance(self.stop, str | list | tuple):
             raise BadRequest(f"stop must be text or a tuple of texts, got {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -287,14 +304,19 @@ class Session:
         model = self._model
         if options.strategy == "plain":
             return Schedule("plain"), "plain, as set"
-        if model.no_drafter:
+        if model.no_drafter and options.strategy in DRAFTING:
             return Schedule("plain"), f"plain: {model.no_drafter}"
         if model.shape == "plain":
             return Schedule("plain"), f"plain: {model.shape_reason}"
+        if model.shape == "chain" and options.strategy == "lookahead":
+            return Schedule("plain"), f"plain: lookahead needs trees: {model.shape_reason}"
         notes = [] if options.strategy == "auto" else [f"{options.strategy}, as set"]
         rule, children = options.rule, options.children
         if rule == "rejection" and law.greedy:
             rule = "coupled"  # both take the likeliest token
+        if rule == "rejection" and options.strategy in WEIGHTLESS:
+            rule = "coupled"
+            notes.append(f"coupled, since {options.strategy} samples no drafts")
         if rule == "rejection" and children is not None and children > 1:
             rule = "coupled"
             notes.append(
@@ -304,18 +326,30 @@ class Session:
             notes.append(f"chains: {model.shape_reason}")
         chain = rule == "rejection" or model.shape == "chain"
         chosen = 1 if chain else children or DEFAULT_CHILDREN
-        schedule = Schedule(options.strategy, children=chosen, rule=rule, sizes=options.sizes)
+        schedule = Schedule(
+            options.strategy,
+            children=chosen,
+            rule=rule,
+            sizes=options.sizes,
+            drafter=not model.no_drafter,
+            window=options.window,
+        )
+        if not schedule.drafts and not schedule.use.names:  # `auto` under rejection, no drafter
+            return Schedule("plain"), f"plain: {model.no_drafter}"
+        if options.strategy == "auto" and model.no_drafter:
+            notes.append(model.no_drafter)
         return schedule, "; ".join(notes)
 
     def _reason(self, set_reason: str, schedule: Schedule, tally: Tally) -> str:
         """Why the answer was decoded as it was. set_reason: what was known at its start."""
         coordinator = self._driver.coordinator
-        automatic = schedule.strategy == "auto"
-        reasons = [coordinator.reason, set_reason] if automatic else [set_reason]
+        reasons = [set_reason]
+        if schedule.strategy == "auto":
+            reasons.insert(0, coordinator.reason)
         error = coordinator.drafter_error
-        if error is not None and schedule.speculates:
+        if error is not None and schedule.drafts:
             reasons.append(f"without the drafter since it failed: {error}")
-        elif not automatic and schedule.speculates and not tally.steps and tally.tokens > 1:
+        elif schedule.strategy not in ("auto", "plain") and not tally.steps and tally.tokens > 1:
             reasons.append("no draft was worth its time")
         return "; ".join(reason for reason in reasons if reason)
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from ondevice.coordinator import Coordinator
 from ondevice.costs import CostModel, CostTable
 from ondevice.modelled import ModelledDrafter, ModelledVerifier, Text
-from ondevice.policy import Experience, Schedule
+from ondevice.policy import Experience
 from ondevice.records import (
     AnswerLimits,
     Command,
     Emit,
+    EndRun,
     StartDraft,
     StartRun,
     StartVerify,
@@ -20,6 +21,7 @@ from ondevice.records import (
     Stop,
     UnitName,
 )
+from ondevice.schedule import Schedule
 from ondevice.statistics import Statistics, Tally
 
 ROOT_TOKEN = 2_000
@@ -52,7 +54,7 @@ def simulate(
     """
     machine = _Machine(table, text, schedule, on_record)
     experience = experience or Experience(CostModel(table))
-    coordinator = Coordinator(drafter=schedule.speculates, experience=experience)
+    coordinator = Coordinator(drafter=schedule.drafts, experience=experience)
     machine.run(coordinator, schedule, tokens)
     return Simulated(
         tokens=machine.tally.tokens,
@@ -114,6 +116,8 @@ class _Machine:
                 case StartRun():
                     self._run_left = command.limit
                     self._start("verifier", command, 1)
+                case EndRun():
+                    self._run_left = 1
                 case Emit() | Stop():
                     self.tally.take(command, self._now_ns)
                     if isinstance(command, Emit):

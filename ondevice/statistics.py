@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ondevice.records import DraftRecord, Emit, StepRecord, Stop
+from ondevice.records import DraftRecord, Emit, StepRecord, Stop, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,9 @@ class Statistics:
     draft token. num_draft_tokens: draft tokens put before the verifier, those beyond the answer's
     end not counted. mean_acceptance_length: 1 + accepted / steps. *_busy: share of the time from
     the first verification's start to the last one's end. drafter_window: first position that the
-    drafter still saw, 0 for all.
+    drafter still saw, 0 for all. proposers: by name, how many nodes it offered to the tree, how
+    many of the draft tokens put before the verifier were those, and how many of them accepted.
+    lookahead: W, N and G of the window that rode along last, None if none ever did.
     """
 
     strategy: str
@@ -34,6 +37,8 @@ class Statistics:
     drafter_busy: float | None
     verifier_busy: float | None
     drafter_window: int
+    proposers: dict[str, dict[str, int]]
+    lookahead: dict[str, int] | None
     seed: int
     energy_mj: dict[str, float | None] | None = None
     energy_reason: str | None = None
@@ -46,6 +51,11 @@ class Statistics:
     def as_json(self) -> dict[str, Any]:
         """Plain values under the contract's names."""
         return asdict(self)
+
+
+def letters(window: Window) -> dict[str, int]:
+    """W, N and G."""
+    return {"W": window.columns, "N": window.ngram, "G": window.guesses}
 
 
 @dataclass(slots=True)
@@ -70,6 +80,10 @@ class Tally:
     last_end_ns: int = 0
     verifier_ns: int = 0
     drafter_ns: int = 0
+    offered_by: Counter[str] = field(default_factory=Counter)
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+    lookahead: Window | None = None
 
     def take(self, event: Emit | Stop, now_ns: int) -> None:
         """Add what the coordinator said at `now_ns`."""
@@ -88,10 +102,14 @@ class Tally:
         self.tokens += record.committed
         self.last_end_ns = record.end_ns
         self.verifier_ns += record.end_ns - record.start_ns
+        self.offered_by.update(dict(record.offered_by))
         if record.drafted:
             self.steps += 1
             self.drafted += record.drafted
             self.accepted += record.accepted
+            self.drafted_by.update(record.drafted_by)
+            self.accepted_by.update(record.accepted_by)
+        self.lookahead = record.window or self.lookahead
         self._add_drafts(record.drafts)
 
     def _add_drafts(self, drafts: tuple[DraftRecord, ...]) -> None:
@@ -119,6 +137,15 @@ class Tally:
             drafter_busy=self._share(self.drafter_ns),
             verifier_busy=self._share(self.verifier_ns),
             drafter_window=self.window,
+            proposers={
+                name: {
+                    "offered": self.offered_by[name],
+                    "verified": self.drafted_by[name],
+                    "accepted": self.accepted_by[name],
+                }
+                for name in sorted(self.offered_by | self.drafted_by)
+            },
+            lookahead=None if self.lookahead is None else letters(self.lookahead),
             seed=seed,
         )
 

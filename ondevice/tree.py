@@ -6,6 +6,7 @@ node's reach is the product of the chances from the root down to it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -54,13 +55,15 @@ class Rerooted:
     """What a commit did: the committed nodes in order, the last one the new root, and the rest.
 
     known: how many of the committed tokens the tree held. dropped: ids that left the tree.
-    outcomes: one per committed token, what became of the children of the node before it.
+    outcomes: one per committed token, what became of the children of the node before it. offered:
+    by proposer, how many nodes were added since the commit before.
     """
 
     committed: tuple[NodeToken, ...]
     known: int
     dropped: tuple[int, ...]
     outcomes: tuple[Outcome, ...]
+    offered: tuple[tuple[str, int], ...] = ()
 
 
 class SpeculationTree:
@@ -70,6 +73,8 @@ class SpeculationTree:
         self._next_id = 0
         self._nodes: dict[int, Node] = {}
         self._sorted: list[Node] | None = None
+        self._offered: Counter[str] = Counter()
+        self._unsettled = False
         self.root = self.reset(token=0).id
 
     def __len__(self) -> int:
@@ -105,6 +110,7 @@ class SpeculationTree:
     def reset(self, token: int) -> Node:
         """Drop everything and start again from a root with `token`."""
         self._nodes.clear()
+        self._offered.clear()
         node = self._new(token, None, 1.0, proposer=None)
         self.root = node.id
         return node
@@ -118,26 +124,48 @@ class SpeculationTree:
         parent = self._nodes.get(proposal.parent)
         if parent is None:
             return None
-        known = parent.children.get(proposal.token)
-        if known is not None:
-            node = self._nodes[known]
-            if chance > node.chance:
-                node.chance = chance
-                self._reach_again(node, parent.reach)
-            return known
-        node = self._new(proposal.token, parent, chance, proposal.proposer)
-        node.q = proposal.q
-        parent.children[node.token] = node.id
+        is_new = proposal.token not in parent.children
+        node = self.put(parent, proposal.token, chance, proposal.proposer)
+        if is_new:
+            node.q = proposal.q
+        self.settle()
         return node.id
 
-    def _reach_again(self, top: Node, above: float) -> None:
-        """Recompute the reach of `top` and all below it; above: the reach of its parent."""
-        self._sorted = None
-        stack = [(top, above)]
+    def put(self, parent: Node, token: int, chance: float, proposer: str) -> Node:
+        """As `add`, but what is below a node whose chance was raised waits for `settle`."""
+        known = parent.children.get(token)
+        if known is None:
+            node = self._new(token, parent, chance, proposer)
+            parent.children[token] = node.id
+            self._offered[proposer] += 1
+            return node
+        node = self._nodes[known]
+        if chance > node.chance:
+            node.chance, node.reach = chance, parent.reach * chance
+            self._sorted = None
+            self._unsettled = self._unsettled or bool(node.children)
+        return node
+
+    def settle(self) -> None:
+        """Compute all reaches again, if a chance was raised."""
+        if self._unsettled:
+            self._unsettled = False
+            self._below(self._nodes[self.root])
+
+    def _below(self, root: Node) -> dict[int, Node]:
+        """`root` and all below it, by id, with their reaches computed again."""
+        found, stack = {root.id: root}, [root]
         while stack:
-            node, reach = stack.pop()
-            node.reach = reach * node.chance
-            stack.extend((self._nodes[child], node.reach) for child in node.children.values())
+            node = stack.pop()
+            for each in node.children.values():
+                child = found[each] = self._nodes[each]
+                child.reach = node.reach * child.chance
+                stack.append(child)
+        return found
+
+    def proposers(self, nodes: Sequence[int]) -> tuple[str, ...]:
+        """Whose each node is; "" for one of nobody's, and for one that has left the tree."""
+        return tuple([self._nodes[n].proposer or "" if n in self._nodes else "" for n in nodes])
 
     def path(self, node: int) -> tuple[NodeToken, ...]:
         """The nodes from below the root down to `node`; empty for the root."""
@@ -167,21 +195,16 @@ class SpeculationTree:
         passed = {self.root, *(entry.node for entry in committed)}
         dropped = self._keep_below(at, passed)
         self.root = at.id
-        return Rerooted(tuple(committed), known, dropped, tuple(outcomes))
+        offered = tuple(sorted(self._offered.items()))
+        self._offered.clear()
+        return Rerooted(tuple(committed), known, dropped, tuple(outcomes), offered)
 
     def _keep_below(self, root: Node, passed: set[int]) -> tuple[int, ...]:
         """Make `root` the top; returns what was neither below it nor among `passed`."""
         nodes = self._nodes
         root.parent, root.chance, root.reach = -1, 1.0, 1.0
-        kept = {root.id: root}
-        stack = [root]
-        while stack:
-            node = stack.pop()
-            for each in node.children.values():
-                child = kept[each] = nodes[each]
-                child.reach = node.reach * child.chance
-                stack.append(child)
-        self._nodes, self._sorted = kept, None
+        kept = self._below(root)
+        self._nodes, self._sorted, self._unsettled = kept, None, False
         return tuple([node for node in nodes if node not in kept and node not in passed])
 
     def likeliest(self) -> Sequence[Node]:
@@ -193,22 +216,33 @@ class SpeculationTree:
             self._sorted = sorted(self._nodes.values(), key=_falling_reach)
         return self._sorted
 
-    def rows(
-        self, nodes: Sequence[Node], count: int
-    ) -> tuple[tuple[VerifyRow, ...], tuple[VerifyRow, ...]]:
-        """The root and `nodes`, parents first, as rows, and what fills them up to `count`.
-
-        Fill hangs below the last row, so that a chain stays one.
-        """
+    def rows(self, nodes: Sequence[Node]) -> tuple[VerifyRow, ...]:
+        """The root and `nodes`, parents first, as rows."""
         root = self._nodes[self.root]
         index = {root.id: 0}
         rows = [VerifyRow(root.id, root.token, ROOT_ROW)]
         for node in nodes:
             index[node.id] = len(rows)
             rows.append(VerifyRow(node.id, node.token, index[node.parent], node.q))
-        token = rows[-1].token
-        fill = tuple([VerifyRow(NOWHERE, token, at - 1) for at in range(len(rows), count)])
-        return tuple(rows), fill
+        return tuple(rows)
+
+
+def riders_of(
+    rows: Sequence[VerifyRow], riders: Sequence[VerifyRow], count: int
+) -> tuple[VerifyRow, ...]:
+    """`riders` as they ride with `rows`, and fill up to `count` rows in all.
+
+    riders: a parent is ROOT_ROW for the root, or the index of another rider. Fill hangs below the
+    last row, so that a chain stays one.
+    """
+    above = len(rows)
+    riding = [
+        VerifyRow(rider.node, rider.token, 0 if rider.parent == ROOT_ROW else above + rider.parent)
+        for rider in riders
+    ]
+    token = rows[-1].token
+    fill = [VerifyRow(NOWHERE, token, at - 1) for at in range(above + len(riding), count)]
+    return (*riding, *fill)
 
 
 def _falling_reach(node: Node) -> tuple[float, int]:

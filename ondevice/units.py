@@ -44,13 +44,17 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """Plain decoding from `root`, whose row is not in the cache, for at most `limit` tokens."""
+    """Plain decoding from `root`, whose row is not in the cache, for at most `limit` tokens.
+
+    goes_on: asked before another forward is queued; when it says no, the one under way is the last.
+    """
 
     session: int
     step: int
     root: int
     limit: int
     law: Law
+    goes_on: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,9 @@ class VerifierUnit(Protocol):
     def run(self, request: RunRequest, stopped: Callable[[], bool]) -> Iterator[Verdict]:
         """Plain decoding, one verdict a token, forward t + 1 submitted before token t is read.
 
-        Ends after `limit` tokens (the last verdict has `more` False) or when `stopped()`: then a
-        verdict without tokens closes the run, and the caller truncates the cache. Closing the
-        iterator early is allowed.
+        Ends after `limit` tokens, or when `goes_on` says no (the last verdict has `more` False), or
+        when `stopped()`: then a verdict without tokens closes the run, and the caller truncates the
+        cache. Closing the iterator early is allowed.
         """
 
     def truncate(self, session: int, length: int) -> None:

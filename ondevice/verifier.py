@@ -354,5 +354,6 @@ def _verdict(
         end_ns=end_ns,
         top_logprobs=tuple(top),
         hidden=hidden,
+        row_tokens=tuple(ints(choices.tokens)),
         rider_tokens=() if scored.rider_tokens is None else tuple(ints(scored.rider_tokens)),
     )

@@ -57,7 +57,18 @@ def forget() -> None:
 
 
 @pytest.fixture
-def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AppleMac]:
+def counted() -> Iterator[None]:
+    """The lines of MAC_ONLY that run in the test are counted."""
+    traced = sys.gettrace() is None  # a debugger or another coverage comes first
+    if traced:
+        lines.start()
+    yield
+    if traced:
+        lines.stop()
+
+
+@pytest.fixture
+def mac(counted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AppleMac]:
     """A Mac with a home of its own."""
     if sys.platform == "darwin":
         pytest.skip("the stand-ins are for machines without Apple's frameworks")
@@ -66,11 +77,6 @@ def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AppleMac]:
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
     here = AppleMac(monkeypatch)
     here.order()
-    traced = sys.gettrace() is None  # a debugger or another coverage comes first
-    if traced:
-        lines.start()
     yield here
-    if traced:
-        lines.stop()
     here.module("standin").Memory.check_graves()
     forget()

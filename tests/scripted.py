@@ -8,17 +8,18 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from ondevice.coordinator import Coordinator
-from ondevice.policy import Schedule
 from ondevice.records import (
     AnswerLimits,
     Command,
     DraftResult,
     Emit,
+    EndRun,
     FloatArray,
     NodeToken,
     Prefill,
@@ -39,6 +40,8 @@ from ondevice.sampling import (
     walk_coupled,
     walk_rejection,
 )
+from ondevice.schedule import Schedule
+from ondevice.weightless import Weightless
 
 VOCAB = 8
 END = 0
@@ -104,6 +107,7 @@ class ScriptedVerifier:
     def __init__(self) -> None:
         self.cache: list[int] = []
         self.run: StartRun | None = None
+        self.run_ends = False
         self.run_tokens = 0
 
     def prefill(self, command: Prefill, part: float) -> int:
@@ -112,24 +116,26 @@ class ScriptedVerifier:
         return len(self.cache)
 
     def verify(self, command: StartVerify, law: Law) -> Verdict:
-        rows = command.rows
+        rows, every = command.rows, [*command.rows, *command.riders]
+        histories = [history_with_path(self.cache, every, at) for at in range(len(every))]
 
-        def log_p(index: int) -> FloatArray:
-            history = history_with_path(self.cache, rows, index)
-            return law.log_p(logits(history), history)
+        def log_p(at: int) -> FloatArray:
+            return law.log_p(logits(histories[at]), histories[at])
 
-        def choose(index: int) -> int:
-            history = history_with_path(self.cache, rows, index)
-            return law.choose(logits(history), history)
+        def choose(at: int) -> int:
+            return law.choose(logits(histories[at]), histories[at])
 
         if command.rule == "rejection":
-            position = len(self.cache) + 1
-            accepted, tokens = walk_rejection(rows, log_p, law, position)
+            accepted, tokens = walk_rejection(rows, log_p, law, len(self.cache) + 1)
         else:
             accepted, tokens = walk_coupled(rows, choose)
         self.cache.extend([rows[0].token, *tokens[:-1]])
-        nodes = tuple(rows[index].node for index in accepted)
-        return Verdict(command.step, nodes, tuple(tokens), (0.0,) * len(tokens), 0, 1)
+        nodes = tuple(rows[at].node for at in accepted)
+        chosen = tuple(choose(at) for at in range(len(rows)))
+        riding = tuple(int(np.argmax(logits(each))) for each in histories[len(rows) :])
+        scores = (0.0,) * len(tokens)
+        verdict = Verdict(command.step, nodes, tuple(tokens), scores, 0, 1)
+        return replace(verdict, row_tokens=chosen, rider_tokens=riding)
 
     def run_one(self, law: Law, ended: bool) -> Verdict:
         run = self.run
@@ -142,7 +148,7 @@ class ScriptedVerifier:
         token = law.choose(logits(self.cache), self.cache)
         self.cache.append(token)  # the forward of the next token is already under way
         self.run_tokens += 1
-        more = self.run_tokens < run.limit
+        more = self.run_tokens < run.limit and not self.run_ends
         if not more:
             self.run = None
             self.cache.pop()
@@ -209,9 +215,13 @@ class ScriptedDrafter:
 class World:
     """A coordinator, two scripted units, and a random order of everything that can happen."""
 
-    def __init__(self, script: str, seed: int, *, drafter: bool = True) -> None:
+    def __init__(
+        self, script: str, seed: int, *, drafter: bool = True, weightless: bool = True
+    ) -> None:
         self.rng = random.Random(seed)
-        self.coordinator = Coordinator(drafter=drafter)
+        self.coordinator = Coordinator(
+            drafter=drafter, weightless=Weightless(ends={END}) if weightless else None
+        )
         self.verifier = ScriptedVerifier()
         self.drafter = ScriptedDrafter(SCRIPTS[script], self.rng)
         self.queues: dict[str, deque[Command]] = {"drafter": deque(), "verifier": deque()}
@@ -267,7 +277,7 @@ class World:
     def act(self) -> None:
         """One thing that can happen next, at random."""
         possible: list[Callable[[], None]] = [
-            lambda unit=unit: self._execute(unit)  # type: ignore[misc]
+            getattr(self, f"_execute_{unit}")
             for unit, queue in self.queues.items()
             if queue or (unit == "verifier" and self.verifier.run)
         ]
@@ -315,7 +325,11 @@ class World:
                     self.live[command.step] = self.coordinator.tree.ids()
                     self._start("drafter", command)
                 case StartVerify() | StartRun():
+                    self.verifier.run_ends = False
                     self._start("verifier", command)
+                case EndRun(step=step):
+                    assert getattr(self.outstanding["verifier"], "step", None) == step
+                    self.verifier.run_ends = True
 
     def _start(self, unit: str, command: Prefill | StartDraft | StartVerify | StartRun) -> None:
         assert self.outstanding[unit] is None, f"the {unit} was started twice"
@@ -326,12 +340,6 @@ class World:
     def _enqueue(self, unit: str, command: Command) -> None:
         assert unit not in self.dead, f"a command for the dead {unit}"
         self.queues[unit].append(command)
-
-    def _execute(self, unit: str) -> None:
-        if unit == "verifier":
-            self._execute_verifier()
-        else:
-            self._execute_drafter()
 
     def _execute_verifier(self) -> None:
         unit, on_verdict = self.verifier, self.coordinator.on_verdict

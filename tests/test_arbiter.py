@@ -15,8 +15,8 @@ from ondevice.arbiter import (
 )
 from ondevice.costs import CostModel, CostPoint, CostTable, table_from
 from ondevice.modelled import NO_CHILD, BetaText, Claims, Text
-from ondevice.policy import Schedule
 from ondevice.records import StepRecord
+from ondevice.schedule import Schedule
 from ondevice.simulate import Simulated, simulate
 
 CLIFFS = {1: 1.0, 2: 1.0, 3: 1.27, 4: 1.0, 8: 1.23, 16: 1.61}

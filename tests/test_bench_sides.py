@@ -21,8 +21,8 @@ from ondevice.apps.sides import Arrival, Drafting, OurSide, Side
 from ondevice.apps.sides import Run as SideRun
 from ondevice.apps.twin import mlx_twin
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES
 from ondevice.records import DraftResult
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 from ondevice.units import DraftRequest
 

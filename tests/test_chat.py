@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from ondevice.apps import chat as chat_command
 from ondevice.apps.chat import one_shot_prompt
 from ondevice.apps.terminal import shown, statistics_line, stdout_kept_clean
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 from ondevice.statistics import Statistics
 
@@ -164,7 +165,9 @@ def test_figures_are_one_line_on_stderr(run: Run, tiny_pair: Path) -> None:
     assert "tok/s" not in out
     assert re.fullmatch(
         r"24 tokens  [\d.]+ tok/s  ttft \d+ ms  accepted [\d./na]+ of [\d./na]+ per step  "
-        r"drafter [\d/na]+%?  verifier \d+%  (parked|pipelined): .*acceptance 0\.\d\d\n",
+        r"drafter [\d/na]+%?  verifier \d+%  "
+        r"([a-z]+ \d+ offered, \d+ verified, \d+ accepted  )+(window W \d+ N \d+ G \d+  )?"
+        r"(parked|pipelined|weightless): .*(acceptance|accepted) .*\n",
         err,
     )
 
@@ -185,6 +188,8 @@ def test_figures_that_were_not_measured_are_na() -> None:
         drafter_busy=None,
         verifier_busy=None,
         drafter_window=0,
+        proposers={},
+        lookahead=None,
         seed=0,
         energy_mj=None,
         energy_reason="none",
@@ -192,6 +197,14 @@ def test_figures_that_were_not_measured_are_na() -> None:
     assert statistics_line(nothing) == (
         "1 token  n/a tok/s  ttft n/a  accepted n/a of n/a per step  drafter n/a  verifier n/a  "
         "plain, as set"
+    )
+    weightless = replace(
+        nothing,
+        proposers={"lookup": {"offered": 9, "verified": 5, "accepted": 2}},
+        lookahead={"W": 7, "N": 4, "G": 7},
+    )
+    assert statistics_line(weightless).endswith(
+        "  lookup 9 offered, 5 verified, 2 accepted  window W 7 N 4 G 7  plain, as set"
     )
 
 

@@ -18,9 +18,10 @@ from commandline import COMMAND, Run, assert_one_line, runner
 from ondevice.apps import chat as chat_command
 from ondevice.apps.failures import say
 from ondevice.converters import pair as pair_module
+from ondevice.corpus import MOST_BYTES
 from ondevice.errors import UnitFailed
 from ondevice.models.pairs import default_pair
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 
 
 @pytest.fixture
@@ -274,3 +275,48 @@ def test_a_message_is_always_one_line(capfd: pytest.CaptureFixture[str]) -> None
 def edit_json(file: Path, **changes: object) -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
     tiny.write_json(file, content | changes)
+
+
+# Lookahead and lookup
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ("7,4", ["--lookahead", "W,N,G", "'7,4'"]),
+        ("a,b,c", ["--lookahead", "W,N,G", "'a,b,c'"]),
+        ("1,4,7", ["lookahead's W", "2 to 64", "got 1"]),
+        ("7,2,7", ["lookahead's N", "3 to 10", "got 2"]),
+        ("7,4,0", ["lookahead's G", "1 to 64", "got 0"]),
+        ("64,9,7", ["255 rows", "smaller"]),
+    ],
+)
+def test_a_lookahead_shape_that_cannot_be(
+    run: Run, tiny_pair: Path, shape: str, words: list[str]
+) -> None:
+    assert_one_line(run("chat", tiny_pair, "-p", "hello", "--lookahead", shape), 2, *words)
+
+
+def test_a_lookup_file_that_is_not_there_or_no_text(
+    run: Run, tiny_pair: Path, tmp_path: Path
+) -> None:
+    line = ["chat", tiny_pair, "-p", "hello", "--lookup"]
+    assert_one_line(run(*line, tmp_path / "none.txt"), 2, "none.txt", "No such file")
+    for content, words in ((b"", "empty"), (b"a\0b", "binary"), (b"\xff\xfe", "UTF-8")):
+        (tmp_path / "text.txt").write_bytes(content)
+        assert_one_line(run(*line, tmp_path / "text.txt"), 2, "text.txt", words)
+    with (tmp_path / "text.txt").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    assert_one_line(run(*line, tmp_path / "text.txt"), 2, "text.txt", "at most 8")
+    for what in (tmp_path, Path("/dev/zero")):
+        assert_one_line(run(*line, what), 2, str(what), "no regular file")
+
+
+def test_a_lookup_file_is_looked_into(run: Run, tiny_pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("hello there, hello again", encoding="utf-8")
+    status, out, _ = run(
+        "chat", tiny_pair, "-p", "hello", "--lookup", tmp_path / "text.txt", "--strategy", "lookup",
+        "--max-tokens", 8, "--json",
+    )  # fmt: skip
+    assert status == 0
+    assert json.loads(out)["stats"]["strategy"] == "lookup"

@@ -20,7 +20,6 @@ from ondevice.converters.checkpoint import open_checkpoint
 from ondevice.converters.pair import write_pair
 from ondevice.engine import Engine
 from ondevice.models.pairs import DrafterRecipe
-from ondevice.policy import STRATEGIES
 from ondevice.records import ROOT_ROW, AcceptanceRule, FloatArray, VerifyRow
 from ondevice.sampling import (
     DRAFT_STREAM,
@@ -30,6 +29,7 @@ from ondevice.sampling import (
     walk_coupled,
     walk_rejection,
 )
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 
 SYMBOLS = 16

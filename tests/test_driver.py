@@ -13,9 +13,9 @@ from faults import Faulty
 
 from ondevice import verifier as verifier_module
 from ondevice.errors import UnitLost
-from ondevice.policy import STRATEGIES
 from ondevice.rotation import Rotation
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 
 PROMPT = [9, 40, 77, 41, 9]

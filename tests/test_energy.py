@@ -22,6 +22,8 @@ from ondevice.power import Power
 from ondevice.session import Options
 from ondevice.statistics import Tally
 
+pytestmark = pytest.mark.usefixtures("counted")
+
 MAC = Machine("Apple M9 Pro", 12, 12, 36_000_000_000, "macOS 27.1 (29B12)", True)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ondevice.coordinator import Coordinator
 from ondevice.errors import BadRequest, ContextOverflow
-from ondevice.policy import STRATEGIES
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 
 PROMPT = [9, 40, 77, 41, 9]

@@ -12,7 +12,7 @@ import tiny
 
 from ondevice.engine import Engine
 from ondevice.errors import Closed
-from ondevice.policy import STRATEGIES
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Options
 
 PROMPT = [9, 40, 77, 41, 9]

@@ -15,8 +15,9 @@ from engines import open_here
 from ondevice.apps.comparison import difference
 from ondevice.apps.prompts import PROMPTS
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES, Sizes
+from ondevice.records import Window
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES, Sizes
 from ondevice.session import Options
 
 LAWS = (
@@ -25,6 +26,7 @@ LAWS = (
     SamplingParams(temperature=1.0, seed=12),
 )
 TOKENS = 48
+WINDOW = Window(columns=5, ngram=4, guesses=3)
 SIZED = (Sizes(verify_rows=5, depth=3), Sizes(verify_rows=16, depth=5, draft_rows=3))
 
 
@@ -35,6 +37,13 @@ def schedules(law: SamplingParams, tokens: int = TOKENS) -> list[Options]:
         for strategy in STRATEGIES
         if strategy != "plain"
         for children in (1, 2, None)
+    ]
+    beside = ("auto", "pipelined", "weightless", "lookahead")
+    chosen += [Options(law, tokens, strategy=name, window=WINDOW) for name in beside]
+    chosen += [
+        Options(law, tokens, strategy=name, sizes=sizes)
+        for name in ("weightless", "lookup", "lookahead", "jacobi")
+        for sizes in SIZED
     ]
     return chosen + [
         Options(law, tokens, strategy=strategy, children=children, sizes=sizes)
@@ -98,7 +107,7 @@ def check(engine: Engine, texts: Sequence[str], law: SamplingParams) -> None:
                 assert found is None or found.near_tie, found
                 if options.sizes is not None:
                     drafted[name] += answer.stats.num_draft_tokens
-    assert len(drafted) == 4
+    assert len(drafted) == 4 + 4 * len(SIZED)
     assert all(drafted.values()), drafted
 
 

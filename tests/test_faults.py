@@ -20,8 +20,8 @@ from processes import is_gone
 from ondevice.deadline import Deadline
 from ondevice.engine import Engine
 from ondevice.errors import Closed, OnDeviceError, UnitFailed, UnitLost
-from ondevice.policy import STRATEGIES
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES
 from ondevice.session import Answer, Options, Session
 
 PROMPT = [9, 40, 77, 41, 9]

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from ondevice.engine import Engine
 from ondevice.errors import UnitFailed
-from ondevice.policy import STRATEGIES, Sizes
 from ondevice.records import DraftRow, NodeToken, Proposal
 from ondevice.sampling import Law, SamplingParams
+from ondevice.schedule import STRATEGIES, Sizes
 from ondevice.session import Options
 from ondevice.units import DraftRequest
 

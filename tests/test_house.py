@@ -35,7 +35,21 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "records"},
     ),
     "policy": (
-        {"policy", "planning", "acceptance", "arbiter", "costs"},
+        {
+            "policy",
+            "planning",
+            "acceptance",
+            "arbiter",
+            "costs",
+            "jacobi",
+            "lookahead",
+            "lookup",
+            "ngrams",
+            "schedule",
+            "view",
+            "weightless",
+            "windows",
+        },
         {"errors", "records", "tree"},
     ),
     "coordinator": ({"coordinator", "ledger"}, {"errors", "records", "tree", "policy"}),
@@ -79,7 +93,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "files", "records", "tree", "coreml", "models"},
     ),
     "engine": (
-        {"coststore", "engine", "ladder", "power", "session", "traces"},
+        {"corpus", "coststore", "engine", "ladder", "power", "session", "traces"},
         {
             "errors",
             "files",

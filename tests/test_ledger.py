@@ -79,12 +79,26 @@ def test_a_record_says_what_was_put_up_taken_and_thrown_away():
     fill = (VerifyRow(NOWHERE, 8, 4),)
     tree = SpeculationTree()
     tree.reset(1)
-    rerooted = replace(tree.commit([5, 7]), outcomes=(Outcome((0.5,), 0), Outcome((), -1)), known=1)
+    rerooted = replace(
+        tree.commit([5, 7]),
+        outcomes=(Outcome((0.5,), 0), Outcome((), -1)),
+        known=1,
+        offered=(("drafter", 4), ("lookup", 9)),
+    )
     ledger = Ledger(model())
     ledger.drafted(result(1, 5, window=12), rows=3, kept=2)
     verdict = Verdict(9, (1,), (5, 7), (0.0, 0.0), 2 * MS, 12 * MS)
     command = StartVerify(9, rows, "coupled", fill)
-    record = ledger.close_round("sequential", verdict, command, rerooted, 40, 3 * MS, ["drafter"])
+    record = ledger.close_round(
+        "sequential",
+        verdict,
+        command,
+        rerooted,
+        40,
+        3 * MS,
+        ["drafter"],
+        ["", "drafter", "lookup", "drafter", "lookup"],
+    )
     assert record == StepRecord(
         strategy="sequential",
         context=40,
@@ -97,6 +111,8 @@ def test_a_record_says_what_was_put_up_taken_and_thrown_away():
         waited_ns=3 * MS,
         root_was_known=False,
         accepted_by=("drafter",),
+        drafted_by=("drafter", "lookup", "drafter"),
+        offered_by=(("drafter", 4), ("lookup", 9)),
         outcomes=rerooted.outcomes,
         drafts=(DraftRecord(3, 8, 2, 1 * MS, 5 * MS, 12),),
     )
@@ -107,7 +123,9 @@ def test_a_token_of_a_run_is_plain_whatever_was_set():
     """As after the loss of the drafter."""
     tree = SpeculationTree()
     verdict = Verdict(3, (), (5,), (0.0,), 0, MS, more=True)
-    record = Ledger(model()).close_round("pipelined", verdict, None, tree.commit([5]), 40, 0, [])
+    record = Ledger(model()).close_round(
+        "pipelined", verdict, None, tree.commit([5]), 40, 0, [], []
+    )
     assert (record.strategy, record.rows, record.drafted, record.committed) == ("plain", 1, 0, 1)
 
 

@@ -11,7 +11,7 @@ from ondevice.coordinator import Coordinator
 from ondevice.costs import CostModel, CostPoint, CostTable, table_from
 from ondevice.modelled import NO_CHILD, BetaText
 from ondevice.planning import MOST_ROWS
-from ondevice.policy import Experience, Policy, Schedule, Sizes, Strategy, View, policy_for
+from ondevice.policy import Experience, Policy, policy_for
 from ondevice.records import (
     AnswerLimits,
     DraftResult,
@@ -22,8 +22,12 @@ from ondevice.records import (
     VerifyRow,
 )
 from ondevice.sampling import Law, SamplingParams, noise, walk_rejection
+from ondevice.schedule import Schedule, Sizes, Strategy
 from ondevice.simulate import simulate
 from ondevice.tree import SpeculationTree
+from ondevice.view import View
+
+DRAFTER_ALONE = Schedule("pipelined", weightless=False)
 
 
 def chain(*chances: float) -> SpeculationTree:
@@ -57,7 +61,7 @@ def test_rows_that_cost_nothing_are_filled():
             (CostPoint(1, 0, 20, 20),),
         )
     )
-    made = policy_for(Schedule("pipelined"), Experience(costs), "greedy", 0)
+    made = policy_for(DRAFTER_ALONE, Experience(costs), "greedy", 0)
     few = made.to_verify(view(chain(0.9)))
     assert (len(few.nodes), few.rows) == (1, 4)
     many = made.to_verify(view(chain(0.9, 0.01, 0.9, 0.9)))
@@ -167,7 +171,7 @@ def test_the_less_a_round_is_worth_the_fewer_rows_it_gets():
 
 def test_no_forward_has_more_rows_than_it_may():
     free = table_from([20.0] * 64, [(8, 4.0)])
-    made = policy_for(Schedule("pipelined"), Experience(CostModel(free)), "greedy", 0)
+    made = policy_for(DRAFTER_ALONE, Experience(CostModel(free)), "greedy", 0)
     selection = made.to_verify(view(chain(*[1.0] * 60), levels=100))
     assert (len(selection.nodes), selection.rows) == (MOST_ROWS - 1, MOST_ROWS)
 

@@ -16,6 +16,8 @@ from ondevice.machine import Machine
 from ondevice.probe import _Examination, _verdict, _worth_loading, examine
 from ondevice.probereport import ProbeReport
 
+pytestmark = pytest.mark.usefixtures("counted")
+
 MAC = Machine("Apple M9 Pro", 12, 12, 36_000_000_000, "macOS 27.1 (29B12)", True)
 ALL = ["t1_s64", "t8_s64", "t1_s256", "t8_s256"]
 
@@ -136,7 +138,6 @@ def test_an_error_that_nobody_foresaw_is_a_reason(mac, drafter, verifier, monkey
 
     monkeypatch.setattr(probe, "open_runtime", broken)
     assert examined_here("pyobjc", drafter, verifier).reason == "KeyError: 't3_s64'"
-    monkeypatch.undo()
 
 
 def test_a_function_without_a_reference_is_refused(drafter, verifier, monkeypatch):

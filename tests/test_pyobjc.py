@@ -25,6 +25,8 @@ from ondevice.records import DraftRow, NodeToken
 from ondevice.sampling import Law, SamplingParams
 from ondevice.units import DraftRequest
 
+pytestmark = pytest.mark.usefixtures("counted")
+
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 
 

@@ -10,9 +10,9 @@ from ondevice.apps import comparison
 from ondevice.apps.comparison import compare
 from ondevice.apps.prompts import PROMPTS
 from ondevice.engine import Engine
-from ondevice.policy import STRATEGIES, Sizes
 from ondevice.prompt import Message
 from ondevice.sampling import SamplingParams
+from ondevice.schedule import STRATEGIES, Sizes
 from ondevice.session import Options
 
 MESSAGE = "What is the capital of France?"

@@ -14,7 +14,7 @@ from ondevice.apps import simulate as command
 from ondevice.apps.regret import GRID, QUICK_GRID, Cell, Regret, Trial, Tried, tried
 from ondevice.apps.regrettable import print_regret
 from ondevice.apps.sweep import Entrant
-from ondevice.policy import Schedule, Sizes
+from ondevice.schedule import Schedule, Sizes
 
 
 @pytest.fixture

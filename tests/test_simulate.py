@@ -22,8 +22,8 @@ from ondevice.apps.sweep import Entrant, World
 from ondevice.costs import table_from
 from ondevice.modelled import BetaText
 from ondevice.models.devices import known_device
-from ondevice.policy import Schedule, Sizes, Strategy
 from ondevice.records import StepRecord
+from ondevice.schedule import Schedule, Sizes, Strategy
 from ondevice.simulate import simulate
 
 EIGHT, TWELVE = 0, 2

@@ -10,7 +10,7 @@ from ondevice.apps.pool import mapped
 from ondevice.apps.sweep import KINDS, Kind, World, fixed, race, worthwhile_draft_rows
 from ondevice.costs import CostTable, table_from
 from ondevice.modelled import NO_CHILD, BetaText, Claims
-from ondevice.policy import Schedule, Sizes
+from ondevice.schedule import Schedule, Sizes
 
 
 class EvenText:

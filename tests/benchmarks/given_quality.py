@@ -41,7 +41,7 @@ from ondevice.converters.pair import prepare_pair  # noqa: E402
 from ondevice.costs import CostPoint, CostTable  # noqa: E402
 from ondevice.engine import Engine  # noqa: E402
 from ondevice.models.pairs import default_pair  # noqa: E402
-from ondevice.policy import STRATEGIES  # noqa: E402
+from ondevice.schedule import STRATEGIES  # noqa: E402
 from ondevice.session import Options  # noqa: E402
 from ondevice.units import VerifierUnit  # noqa: E402
 
