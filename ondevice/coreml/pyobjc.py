@@ -1,4 +1,4 @@
-"""Runs a Core ML package on a Mac through PyObjC: its own buffers, no copies, no interpreter lock.
+"""Runs a Core ML package on a Mac through PyObjC: inputs are bound once, and not copied.
 
 PyObjC releases the interpreter's lock in every call, so a prediction keeps nobody from working.
 Every function of a package is a model of its own to Core ML. Inputs are bound once for each set of
