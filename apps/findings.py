@@ -142,10 +142,10 @@ def verdict_parts(report: ProbeReport) -> Iterator[str]:
             ops = ", ".join(f"{count} {op}" for op, count in function.elsewhere.items())
             yield f"{name} has {ops}"
     if report.agreement is not None:
-        yield f"{report.agreement:.0%} of first choices among the emulator's three"
+        yield f"{report.agreement:.1%} of first choices among the emulator's three"
     for rows, ms in sorted(report.step_ms.items()):
         beside = report.beside_ms.get(rows)
-        yield f"a step of {rows} rows {ms:.1f} ms" + (
+        yield f"a step of {rows} row{'s' if rows != 1 else ''} {ms:.1f} ms" + (
             f", {beside:.1f} ms beside the GPU" if beside is not None else ""
         )
     if report.thermal_state not in (None, "nominal"):
