@@ -310,6 +310,8 @@ class Session:
             return Schedule("plain"), f"plain: {model.shape_reason}"
         if model.shape == "chain" and options.strategy == "lookahead":
             return Schedule("plain"), f"plain: lookahead needs trees: {model.shape_reason}"
+        if options.children == 1 and options.strategy == "lookahead":
+            return Schedule("plain"), "plain: lookahead needs trees, and one child a node was asked"
         notes = [] if options.strategy == "auto" else [f"{options.strategy}, as set"]
         rule, children = options.rule, options.children
         if rule == "rejection" and law.greedy:

@@ -221,3 +221,9 @@ def test_a_window_out_of_range_is_the_users_mistake(engine: Engine):
         engine.generate("a", Options(strategy="lookahead", window=Window(5, 2, 5)))
     with pytest.raises(BadRequest, match="must be a Window"):
         engine.generate("a", Options(strategy="lookahead", window=(5, 4, 5)))
+
+
+def test_lookahead_without_trees_says_why_it_decodes_plainly(engine: Engine) -> None:
+    answer = engine.generate("a b", Options(max_tokens=4, strategy="lookahead", children=1))
+    assert answer.stats.strategy == "plain"
+    assert answer.stats.reason == "plain: lookahead needs trees, and one child a node was asked"
