@@ -22,7 +22,7 @@ from ondevice.drafter import rotary_settings
 from ondevice.embeddings import Embedding
 from ondevice.errors import UnsupportedModel
 from ondevice.models.config import ModelConfig
-from ondevice.models.drafter_weights import RESIDUAL_SCALE
+from ondevice.models.family import FAMILIES
 from ondevice.verifierfolder import weight_files
 
 
@@ -66,16 +66,22 @@ def _config(manifest: DrafterManifest, function: Function, context: int) -> Mode
         num_kv_heads=manifest.num_kv_heads,
         head_dim=manifest.head_dim,
         context=context,
-        rms_norm_eps=_norm_epsilon(function),
+        rms_norm_eps=_norm_epsilon(function, manifest.family),
         rope_theta=rotary.rope_theta,
         rope_scaling=rotary.rope_scaling,
         tied_embeddings=False,
+        layer_kinds=tuple(manifest.layer_kinds),
+        window=manifest.window,
+        local_rope_theta=None if manifest.local_rope is None else manifest.local_rope.theta,
+        rotary_dim=rotary.rotary_dim,
+        query_scale=manifest.query_scale,
+        biases=tuple(manifest.biases),
     )
 
 
-def _norm_epsilon(function: Function) -> float:
+def _norm_epsilon(function: Function, family: str) -> float:
     """The eps of its norms, for a residual stream that is not scaled; rounded as it is stored."""
     norm = next(op for op in function.ops if op.type == "layer_norm")
     (argument,) = norm.inputs["epsilon"]
     constant = function.constants[argument] if isinstance(argument, str) else argument
-    return float(np.asarray(constant.read())) / RESIDUAL_SCALE**2
+    return float(np.asarray(constant.read())) / FAMILIES[family].residual_scale ** 2

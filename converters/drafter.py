@@ -31,6 +31,7 @@ from ondevice.errors import BadRequest, RuntimeFailure
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_graph import DrafterFunction
 from ondevice.models.drafter_weights import folded, head_partition
+from ondevice.models.rope import Llama3Scaling, RotarySettings
 
 CONTEXT_MULTIPLE = 32  # slots; a cache's last axes must be multiples of 32 on the Neural Engine
 MAX_OVERHEAD = 0.02  # of the weights: all that a package may hold besides them
@@ -62,7 +63,7 @@ def convert_drafter(
     check_tokenizer(
         f"the drafter's source {checkpoint.label}", checkpoint.tokenizer_sha256, verifier
     )
-    config = checkpoint.config.with_layers(len(layers))
+    config = checkpoint.config.selected(layers)
     functions = [
         DrafterFunction(config, rows, context) for rows in row_counts for context in context_sizes
     ]
@@ -108,7 +109,12 @@ def _manifest(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
-        rope=_rope(config),
+        rope=_rope(config.rotary),
+        window=config.window if config.has_local_layers else None,
+        local_rope=_rope(config.local_rotary) if config.has_local_layers else None,
+        layer_kinds=list(config.layer_kinds),
+        query_scale=config.query_scale,
+        biases=list(config.biases),
         layers=list(layers),
         row_counts=list(dict.fromkeys(function.rows for function in functions)),
         context_sizes=list(dict.fromkeys(function.context for function in functions)),
@@ -180,14 +186,16 @@ def _shape(package: Package, function: DrafterFunction) -> FunctionShape:
     )
 
 
-def _rope(config: ModelConfig) -> RopeManifest:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return RopeManifest(theta=config.rope_theta)
+def _rope(rotary: RotarySettings) -> RopeManifest:
+    scaling = rotary.rope_scaling
+    if not isinstance(scaling, Llama3Scaling):
+        factor = None if scaling is None else scaling.factor
+        return RopeManifest(theta=rotary.rope_theta, factor=factor, rotated=rotary.rotary_dim)
     return RopeManifest(
-        theta=config.rope_theta,
+        theta=rotary.rope_theta,
         factor=scaling.factor,
         low_freq_factor=scaling.low_freq_factor,
         high_freq_factor=scaling.high_freq_factor,
         original_context=scaling.original_context,
+        rotated=rotary.rotary_dim,
     )

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.converters.checkpoint import SUPPORTED_FAMILIES, Checkpoint
+from ondevice.converters.checkpoint import Checkpoint
 from ondevice.converters.gguf_header import Shape, read_header
 from ondevice.converters.tokenizer import tokenizer_from_gguf
 from ondevice.errors import BadCheckpoint, UnsupportedModel
-from ondevice.models.config import Llama3Scaling, ModelConfig
-from ondevice.models.rope import inverse_frequencies
+from ondevice.models.config import ModelConfig
+from ondevice.models.rope import Llama3Scaling, inverse_frequencies
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -49,10 +49,9 @@ def open_gguf(file: Path) -> Checkpoint:
     store = GgufStore(file, header)
     metadata = store.metadata
     architecture = metadata.get("general.architecture")
-    if architecture not in SUPPORTED_FAMILIES:
+    if architecture not in ("llama",):
         raise UnsupportedModel(
-            f"{file}: architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(SUPPORTED_FAMILIES)}"
+            f"{file}: architecture {architecture!r} is not supported; supported: llama"
         )
     config = _model_config(store, file)
     return Checkpoint(

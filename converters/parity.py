@@ -18,19 +18,20 @@ import numpy.typing as npt
 
 from ondevice.artifact import ParityResult
 from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
-from ondevice.converters.verifier import rope_scaling
+from ondevice.converters.mlxmodel import mlx_model
 from ondevice.coreml.emulator import Emulator
 from ondevice.coreml.package import Package
 from ondevice.coreml.runtime import CoreMLRuntime
 from ondevice.errors import RuntimeFailure
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_graph import DrafterFunction, stored_weights
+from ondevice.models.drafter_layers import stored_epsilon
 from ondevice.models.drafter_weights import Tensors, head_partition, unfolded
 from ondevice.models.mil import MASKED
-from ondevice.models.rope import inverse_frequencies
+from ondevice.models.rope import exact_cos_sin, inverse_frequencies
 
 if TYPE_CHECKING:
-    from mlx_lm.models.llama import Model
+    from mlx.nn.layers.base import Module
 
 Single = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
@@ -120,19 +121,34 @@ class Replay:
             mask[row, [self.slots[node] for node in path if node in self.slots]] = 0
             mask_new[row, [row_of[node] for node in path if node in row_of]] = 0
         tokens = [tree.tokens[node] for node in nodes] + [0] * (rows - len(nodes))
-        angles = np.outer(inverse_frequencies(self.config), positions)
-        angles = np.concatenate([angles, angles])
-        made = {
-            "x": self.embedding[tokens].T[None, :, None],
-            "cos": np.cos(angles)[None, None],
-            "sin": np.sin(angles)[None, None],
-            "mask": mask[None, None],
-            "mask_new": mask_new[None, None],
-        }
+        made = {"x": self.embedding[tokens].T[None, :, None]}
+        rotaries = {"": self.config.rotary}
+        if self.config.has_local_layers:
+            rotaries["_local"] = self.config.local_rotary
+        for suffix, rotary in rotaries.items():
+            cosines, sines = exact_cos_sin(positions, inverse_frequencies(rotary))
+            made |= {f"cos{suffix}": cosines, f"sin{suffix}": sines}
+            made |= {f"mask{suffix}": mask[None, None], f"mask_new{suffix}": mask_new[None, None]}
+        if self.config.window is not None and self.config.has_local_layers:
+            made |= self._narrowed(self.config.window, tree, nodes, mask, mask_new)
         typed = {
             name: np.ascontiguousarray(array, specs[name].dtype) for name, array in made.items()
         }
         return typed | self.cache
+
+    def _narrowed(
+        self, window: int, tree: TokenTree, nodes: Sequence[int], mask: Array, mask_new: Array
+    ) -> dict[str, Array]:
+        """The masks of layers that see `window` tokens."""
+        mask, mask_new = mask.copy(), mask_new.copy()
+        row_of = {node: row for row, node in enumerate(nodes)}
+        for row, node in enumerate(nodes):
+            for far in tree.path(node)[:-window]:
+                if far in self.slots:
+                    mask[row, self.slots[far]] = MASKED
+                if far in row_of:
+                    mask_new[row, row_of[far]] = MASKED
+        return {"mask_local": mask[None, None], "mask_new_local": mask_new[None, None]}
 
     def step(self, tree: TokenTree, nodes: Sequence[int], rows: int) -> dict[str, Array]:
         """Run `nodes` (ancestors fed before or beside them) and write their rows into slots."""
@@ -164,8 +180,11 @@ def join_logits(outputs: Mapping[str, Array], config: ModelConfig) -> Single:
     return np.concatenate(parts).T[:, : config.vocab_size].astype(np.float32)
 
 
-def stored_model(package: Package, config: ModelConfig, embedding: Array) -> Model:
-    """mlx-lm's Llama with the matrices that `package` stores and the rows the host looks up."""
+def stored_model(package: Package, config: ModelConfig, embedding: Array) -> Module:
+    """mlx-lm's model with the matrices that `package` stores and the rows the host looks up.
+
+    Its norms over the residual stream have the eps that the package stores, which is rounded.
+    """
     constants = next(iter(package.functions.values())).constants
 
     def read(name: str) -> Array:
@@ -175,45 +194,33 @@ def stored_model(package: Package, config: ModelConfig, embedding: Array) -> Mod
 
     matrices = unfolded(stored_weights(read, config), config)
     matrices["model.embed_tokens.weight"] = embedding.astype(np.float32)
-    return llama(replace(config, tied_embeddings=False), matrices)
+    model = mlx_model(replace(config, tied_embeddings=False), matrices)
+    _round_epsilons(model, config)
+    return model
 
 
-def selected_model(tensors: Tensors, config: ModelConfig, layers: Sequence[int]) -> Model:
-    """mlx-lm's Llama with `layers` of a checkpoint, unrounded."""
-    smaller = config.with_layers(len(layers))
+def _round_epsilons(model: Module, config: ModelConfig) -> None:
+    scale = config.traits.residual_scale
+    stream = float(stored_epsilon(config.rms_norm_eps, scale)) / scale**2
+    inner: Any = model
+    inner.model.norm.eps = stream
+    for layer in inner.layers:
+        for role, name in config.traits.norms.items():
+            if hasattr(layer, name) and role.startswith("before"):
+                getattr(layer, name).eps = stream
+
+
+def selected_model(tensors: Tensors, config: ModelConfig, layers: Sequence[int]) -> Module:
+    """mlx-lm's model with `layers` of a checkpoint, unrounded."""
+    smaller = config.selected(layers)
 
     def source(name: str) -> str:
         return re.sub(r"(?<=layers\.)\d+", lambda number: str(layers[int(number[0])]), name)
 
-    return llama(smaller, {name: tensors(source(name)) for name in tensor_shapes(smaller)})
+    return mlx_model(smaller, {name: tensors(source(name)) for name in tensor_shapes(smaller)})
 
 
-def llama(config: ModelConfig, matrices: Mapping[str, Single]) -> Model:
-    """mlx-lm's own Llama in fp32 with these tensors, by Hugging Face name."""
-    import mlx.core as mx
-    from mlx_lm.models.llama import Model, ModelArgs
-
-    args = ModelArgs(
-        model_type="llama",
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.num_heads,
-        rms_norm_eps=config.rms_norm_eps,
-        vocab_size=config.vocab_size,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.context,
-        num_key_value_heads=config.num_kv_heads,
-        rope_theta=config.rope_theta,
-        rope_scaling=rope_scaling(config),
-        tie_word_embeddings=config.tied_embeddings,
-    )
-    model = Model(args)
-    model.load_weights([(name, mx.array(value)) for name, value in matrices.items()])
-    return model
-
-
-def path_logits(model: Model, tree: TokenTree) -> Single:
+def path_logits(model: Module, tree: TokenTree) -> Single:
     """mlx-lm's logits of every node, each path run as a plain sequence: (nodes, vocab)."""
     import mlx.core as mx
 

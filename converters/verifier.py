@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ondevice.artifact import VERIFIER_FILE, VerifierManifest, replacing
 from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
+from ondevice.converters.mlxmodel import mlx_config
 from ondevice.converters.progress import Progress
 from ondevice.converters.tokenizer import save_tokenizer
 from ondevice.models.config import ModelConfig
@@ -38,7 +39,7 @@ def write_verifier(
     """
     with replacing(folder) as scratch:
         scratch.mkdir()
-        _write_json(scratch / "config.json", mlx_config(checkpoint, dtype))
+        _write_json(scratch / "config.json", folder_config(checkpoint, dtype))
         _write_json(scratch / "generation_config.json", _generation_config(checkpoint))
         save_tokenizer(checkpoint.tokenizer, scratch)
         _write_weights(checkpoint, scratch, dtype, progress, shard_bytes)
@@ -56,51 +57,14 @@ def write_verifier(
     return manifest
 
 
-def mlx_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
-    """config.json of a Llama: the keys that both mlx-lm and transformers read.
-
-    Nothing is left to a default: for `tie_word_embeddings` the two disagree on it.
-    """
-    config = checkpoint.config
-    content: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_scaling(config),
-        "tie_word_embeddings": config.tied_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": dtype,
-    }
+def folder_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
+    """config.json of the verifier's folder."""
+    content = {**mlx_config(checkpoint.config), "torch_dtype": dtype}
     if checkpoint.eos_token_ids:
         content["eos_token_id"] = list(checkpoint.eos_token_ids)
     if checkpoint.tokenizer.bos_token_id is not None:
         content["bos_token_id"] = checkpoint.tokenizer.bos_token_id
     return content
-
-
-def rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """`rope_scaling` of a config.json as mlx-lm and transformers read it; None for plain RoPE."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
 
 
 def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:

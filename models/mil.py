@@ -28,6 +28,7 @@ ANE_MAX_RANK = 5
 # It hides a score up to 9,890 above the best visible one (exp is 0 from -104 on, in fp16 from -17).
 MASKED = -1e4
 FP16_MAX = 65_504.0
+SMALLEST_HALF = 2.0**-24
 
 
 # Parameters that MIL would fill in, each as a constant op of its own; given here they are shared.

@@ -245,6 +245,18 @@ class SlotPool:
                     over_rows[index, columns[node]] = 0
             columns[row.node] = index
 
+    def narrow_masks(
+        self, rows: Sequence[StepRow], window: int, mask: Array, mask_new: Array
+    ) -> None:
+        """Hide from each row what lies `window` positions or more before it.
+
+        mask, mask_new: as `fill_masks` wrote them for the same rows.
+        """
+        at = np.array([row.position for row in rows])[:, None]
+        count = len(rows)
+        mask[0, 0, :count][self._positions[None] <= at - window] = MASKED
+        mask_new[0, 0, :count, :count][at - window >= at.T] = MASKED
+
     def write(self, rows: Sequence[StepRow], keys: Array, values: Array) -> None:
         """Give `rows` their slots and store column i of `keys`, `values` for row i.
 
@@ -263,6 +275,7 @@ class SlotPool:
                 self._seat_text(row.position, slot)
             else:
                 self._nodes[row.node] = _Seat(slot, row.position, row.token)
+                self._positions[slot] = row.position
 
     # Inside
 
@@ -274,6 +287,7 @@ class SlotPool:
     def _seat_text(self, position: int, slot: int) -> None:
         self._slots[position] = slot
         self._text_mask[slot] = 0
+        self._positions[slot] = position
         self._computed = position + 1
 
     def _free_text(self, start: int, end: int) -> None:
@@ -306,6 +320,7 @@ class SlotPool:
         self._keys = np.zeros(size, shape.dtype)
         self._values = np.zeros(size, shape.dtype)
         self._text_mask = np.full(context, MASKED, shape.dtype)
+        self._positions = np.zeros(context, np.int64)  # of what a used slot holds
         self._free = list(range(context))[::-1]
         self._buffers = {f"k_{layer}": self._keys[layer][None] for layer in range(shape.layers)}
         self._buffers |= {f"v_{layer}": self._values[layer][None] for layer in range(shape.layers)}
@@ -313,7 +328,9 @@ class SlotPool:
     def _move(self, context: int) -> None:
         """Copy what is used into the first slots of new buffers of `context` slots."""
         keys, values, used = self._keys, self._values, sorted(self.occupied())
+        positions = self._positions
         self._allocate(context)
+        self._positions[: len(used)] = positions[used]
         self._keys[:, :, : len(used)] = keys[:, :, used]
         self._values[:, :, : len(used)] = values[:, :, used]
         moved = {slot: index for index, slot in enumerate(used)}

@@ -79,7 +79,7 @@ def _back(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def test_llama3_scaling_is_recovered_from_the_table_of_divisors(tmp_path: Path) -> None:
-    from ondevice.models.config import Llama3Scaling
+    from ondevice.models.rope import Llama3Scaling
 
     scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
     model = tiny.tiny_model(rope_theta=500000.0, rope_scaling=scaling)
