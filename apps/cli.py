@@ -10,7 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ondevice.apps.failures import INTERRUPTED, USAGE, reported, say, usage_line
+from ondevice.apps.convertcli import converting
+from ondevice.apps.failures import (
+    INTERRUPTED,
+    USAGE,
+    DebugOption,
+    reported,
+    say,
+    usage_line,
+)
 from ondevice.policy import STRATEGIES, Strategy
 
 app = typer.Typer(
@@ -19,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(converting, name="convert")
 
 
 def default_pair() -> str:
@@ -41,7 +50,6 @@ StrategiesOption = Annotated[
     list[str] | None,
     typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
 ]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

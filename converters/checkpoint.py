@@ -22,6 +22,7 @@ from ondevice.models.config import ModelConfig
 from ondevice.models.family import FAMILIES, MATRICES
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     from transformers import PreTrainedTokenizerFast
 
 # Tables that old checkpoints carry and that follow from the configuration.
@@ -64,10 +65,13 @@ class Checkpoint:
         return tensor_shapes(self.config)[name]
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """Read the tensor `name` as float32; BadCheckpoint when the file cannot be read."""
+        """Read the tensor `name` as float32; BadCheckpoint when it cannot be, or is not finite."""
         if name not in tensor_shapes(self.config):
             raise KeyError(name)
-        return self.store.read(name)
+        values = self.store.read(name)
+        if not np.isfinite(values).all():
+            raise nonfinite(name, self.label)
+        return values
 
     @cached_property
     def sources(self) -> list[SourceFile]:
@@ -94,6 +98,22 @@ class Checkpoint:
         return tokenizer_digest(self.tokenizer)
 
 
+def nonfinite(name: str, label: str) -> BadCheckpoint:
+    """The error for a weight that is NaN or infinite."""
+    return BadCheckpoint(
+        f"{label}: tensor {name}: expected finite weights, got NaN or infinity; "
+        "download the model again"
+    )
+
+
+def refuse_nonfinite(name: str, array: mx.array, label: str) -> None:
+    """BadCheckpoint, naming the tensor, when a float `array` holds NaN or infinity."""
+    import mlx.core as mx
+
+    if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+        raise nonfinite(name, label)
+
+
 def open_checkpoint(source: Path) -> Checkpoint:
     """Open a Hugging Face folder or a .gguf file.
 
@@ -109,7 +129,21 @@ def open_checkpoint(source: Path) -> Checkpoint:
         ) from error
     check_sizes(checkpoint.config, checkpoint.label)
     check_tensors(checkpoint.config, checkpoint.store.shapes(), checkpoint.label)
+    _check_tying(checkpoint)
     return checkpoint
+
+
+def _check_tying(checkpoint: Checkpoint) -> None:
+    """BadCheckpoint for a head of its own in a model whose head is said to be the embedding."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    if checkpoint.config.tied_embeddings and names[0] in checkpoint.store.shapes():
+        head, embedding = (checkpoint.store.read(name) for name in names)
+        if not np.array_equal(head, embedding):
+            raise BadCheckpoint(
+                f"{checkpoint.label}: the configuration says tie_word_embeddings true, but "
+                "lm_head.weight differs from the embedding; configuration and weights are not of "
+                "the same model"
+            )
 
 
 def _open(source: Path) -> Checkpoint:
@@ -192,6 +226,11 @@ def check_sizes(config: ModelConfig, label: str) -> None:
 def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], label: str) -> None:
     """BadCheckpoint for a missing or misshapen tensor, UnsupportedModel for one too many."""
     expected = tensor_shapes(config)
+    if not config.tied_embeddings and "lm_head.weight" not in found:
+        raise BadCheckpoint(
+            f"{label}: the configuration says tie_word_embeddings false, but the weights have no "
+            "lm_head.weight; configuration and weights are not of the same model"
+        )
     for name, shape in expected.items():
         if name not in found:
             raise BadCheckpoint(

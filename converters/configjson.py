@@ -193,12 +193,12 @@ class _Reader:
     def _kinds(self) -> tuple[LayerKind, ...]:
         """() when all layers are global; as mlx-lm reads the configuration."""
         fields, count = self._fields, self._fields.num_hidden_layers
-        kinds: tuple[LayerKind, ...] = ("global",) * count
+        kinds: tuple[LayerKind, ...] = tuple(_rotated_kind(1) for _ in range(count))
         if self._family.mlx_module == "smollm3":
             rotated = fields.no_rope_layers or [
                 int((layer + 1) % fields.no_rope_layer_interval != 0) for layer in range(count)
             ]
-            kinds = tuple(_smollm_kind(turns) for turns in rotated)
+            kinds = tuple(_rotated_kind(turns) for turns in rotated)
         elif self._family.mlx_module == "gemma3_text":
             pattern = fields.sliding_window_pattern or _GEMMA_PATTERN
             kinds = tuple(_gemma_kind(layer, pattern) for layer in range(count))
@@ -267,7 +267,7 @@ def _gemma_kind(layer: int, pattern: int) -> LayerKind:
     return "local" if (layer + 1) % pattern else "global"
 
 
-def _smollm_kind(rotated: int) -> LayerKind:
+def _rotated_kind(rotated: int) -> LayerKind:
     return "global" if rotated else "unrotated"
 
 

@@ -5,6 +5,7 @@ Folders of mlx-community are the same with quantised weights; they are dequantis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,15 @@ class SafetensorsStore:
     def shapes(self) -> Mapping[str, Shape]:
         """Shape of every tensor in the files, from their headers."""
         return self._shapes
+
+    @property
+    def elements(self) -> int:
+        """Weights in all tensors together."""
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def dtype(self, name: str) -> str:
+        """Type of the tensor `name`, as safetensors spells it."""
+        return self._dtypes[name]
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor `name` as float32: one read of its bytes, nothing else of the file."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ondevice.models.family import MATRICES
 from ondevice.models.rope import LinearScaling, RopeScaling
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     from mlx.nn.layers.base import Module
 
 Single = npt.NDArray[np.float32]
@@ -99,41 +100,79 @@ def rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     }
 
 
-def fused(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by the names that the family's checkpoints have; canonical ones are joined."""
-    import mlx.core as mx
+def mlx_model(
+    config: ModelConfig, tensors: Iterable[tuple[str, Single]], narrow: bool = False
+) -> Module:
+    """mlx-lm's own model with these tensors, by canonical name; it computes in float32.
 
-    result = dict(tensors)
-    for module, parts in config.traits.fused.items():
-        for layer in range(config.num_layers):
-            names = [f"model.layers.{layer}.{MATRICES[part]}.weight" for part in parts]
-            joined = mx.concatenate([mx.array(result.pop(name)) for name in names])
-            result[f"model.layers.{layer}.{module}.weight"] = joined
-    return result
-
-
-def mlx_model(config: ModelConfig, tensors: Mapping[str, Single]) -> Module:
-    """mlx-lm's own model in fp32 with these tensors, by canonical name.
-
+    narrow: hold a matrix in 16 bits where they have its values; mlx widens it in each product.
     Where mlx-lm derives what a layer does from its index (Gemma), layers stand at an index that
     gives what `config` says, and those between them pass their input on.
     """
-    import mlx.core as mx
-
     places = _places(config)
     content = mlx_config(config) | {"num_hidden_layers": _depth(config, places)}
     if config.family == "gemma3_text":
         content["sliding_window_pattern"] = _GEMMA_PATTERN
     module = importlib.import_module(f"mlx_lm.models.{config.traits.mlx_module}")
     model: Module = module.Model(module.ModelArgs.from_dict(content))
-    named = fused(config, tensors)
-    moved = {_moved(name, places): mx.array(value) for name, value in named.items()}
+    hold = _narrow if narrow else _wide
+    moved = {_moved(name, places): hold(value) for name, value in tensors}
+    moved = _fused(config, moved, places)
     if hasattr(model, "sanitize"):
         moved = model.sanitize(moved)
     for index in set(range(_depth(config, places))) - set(places):
         model.layers[index] = _pass_on()
+    if narrow:
+        inner: Any = model
+        inner.model.embed_tokens = _rows(moved.pop("model.embed_tokens.weight"))
     model.load_weights(list(moved.items()))
     return model
+
+
+def _wide(value: Single) -> mx.array:
+    import mlx.core as mx
+
+    return mx.array(value)
+
+
+def _narrow(value: Single) -> mx.array:
+    import mlx.core as mx
+
+    array = mx.array(value)
+    for dtype in (mx.float16, mx.bfloat16) if value.ndim > 1 else ():
+        if mx.array_equal(array.astype(dtype).astype(mx.float32), array).item():
+            return array.astype(dtype)
+    return array
+
+
+def _fused(
+    config: ModelConfig, tensors: Mapping[str, mx.array], places: list[int]
+) -> dict[str, mx.array]:
+    """Tensors by the names that mlx-lm has for them: parts of a fused matrix are joined."""
+    import mlx.core as mx
+
+    result = dict(tensors)
+    for module, parts in config.traits.fused.items():
+        for place in places:
+            names = [f"model.layers.{place}.{MATRICES[part]}.weight" for part in parts]
+            joined = mx.concatenate([result.pop(name) for name in names])
+            result[f"model.layers.{place}.{module}.weight"] = joined
+    return result
+
+
+def _rows(matrix: mx.array) -> Module:
+    """An embedding that gives float32 whatever its rows are held in."""
+    import mlx.core as mx
+    from mlx.nn.layers.base import Module
+
+    class Rows(Module):
+        def __call__(self, tokens: mx.array) -> mx.array:
+            return matrix[tokens].astype(mx.float32)
+
+        def as_linear(self, x: mx.array) -> mx.array:
+            return x @ matrix.T
+
+    return Rows()  # type: ignore[no-untyped-call]  # mlx has no annotation here
 
 
 def _places(config: ModelConfig) -> list[int]:
@@ -166,4 +205,4 @@ def _pass_on() -> Module:
         def __call__(self, x: Any, *_: Any, **__: Any) -> Any:
             return x
 
-    return PassOn()
+    return PassOn()  # type: ignore[no-untyped-call]  # mlx has no annotation here

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ondevice.artifact import VERIFIER_FILE, VerifierManifest, replacing
-from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
+from ondevice.converters.checkpoint import Checkpoint, refuse_nonfinite, tensor_shapes
 from ondevice.converters.mlxmodel import mlx_config
 from ondevice.converters.progress import Progress
 from ondevice.converters.tokenizer import save_tokenizer
+from ondevice.errors import UnsupportedModel
 from ondevice.models.config import ModelConfig
 from ondevice.verifierfolder import files_sha256
 
@@ -37,12 +40,25 @@ def write_verifier(
     split); one file's worth is in memory at a time. Raises what reading the checkpoint raises, and
     CacheUnwritable when the disk is full or refuses.
     """
+    if checkpoint.config.traits.fused:
+        raise UnsupportedModel(
+            f"{checkpoint.label}: a verifier of family {checkpoint.config.family} is made from its "
+            "Hugging Face folder only"
+        )
     with replacing(folder) as scratch:
         scratch.mkdir()
         _write_json(scratch / "config.json", folder_config(checkpoint, dtype))
         _write_json(scratch / "generation_config.json", _generation_config(checkpoint))
         save_tokenizer(checkpoint.tokenizer, scratch)
-        _write_weights(checkpoint, scratch, dtype, progress, shard_bytes)
+        write_shards(
+            partial(_array, checkpoint),
+            tensor_shapes(checkpoint.config),
+            scratch,
+            dtype,
+            checkpoint.label,
+            progress,
+            shard_bytes,
+        )
         manifest = VerifierManifest(
             family=checkpoint.config.family,
             dtype=dtype,
@@ -55,6 +71,12 @@ def write_verifier(
         )
         manifest.write(scratch / VERIFIER_FILE)
     return manifest
+
+
+def _array(checkpoint: Checkpoint, name: str) -> mx.array:
+    import mlx.core as mx
+
+    return mx.array(checkpoint.tensor(name))
 
 
 def folder_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
@@ -71,18 +93,23 @@ def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"eos_token_id": list(checkpoint.eos_token_ids)} if checkpoint.eos_token_ids else {}
 
 
-def _write_weights(
-    checkpoint: Checkpoint,
+def write_shards(
+    read: Callable[[str], mx.array],
+    shapes: Mapping[str, tuple[int, ...]],
     folder: Path,
     dtype: Dtype,
+    label: str,
     progress: Progress | None,
     shard_bytes: int,
 ) -> None:
-    """Write the shards and, for several, their index."""
+    """Write tensors rounded to `dtype` and, for several files, their index.
+
+    Raises BadCheckpoint, naming the tensor and the model `label`, for one that is not finite.
+    """
     import mlx.core as mx
 
     target = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}[dtype]
-    sizes = tensor_bytes(checkpoint.config, target.size)
+    sizes = {name: math.prod(shape) * target.size for name, shape in shapes.items()}
     total_bytes, done_bytes = sum(sizes.values()), 0
     plan = plan_shards(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
@@ -92,8 +119,8 @@ def _write_weights(
             shard = f"model-{number:05}-of-{len(plan):05}.safetensors"
         tensors = {}
         for name in names:
-            tensors[name] = mx.array(checkpoint.tensor(name)).astype(target)
-            mx.eval(tensors[name])
+            tensors[name] = read(name).astype(target)
+            refuse_nonfinite(name, tensors[name], label)
             done_bytes += sizes[name]
             if progress is not None:
                 progress(done_bytes, total_bytes)

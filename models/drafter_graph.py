@@ -16,12 +16,13 @@ What the graph promises besides the numbers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_layers import decoder_layer, rms_norm, stored_epsilon, views
@@ -30,11 +31,15 @@ from ondevice.models.drafter_weights import (
     DrafterWeights,
     HeadPart,
     LayerWeights,
+    Single,
     head_partition,
+    unfolded_ends,
+    unfolded_layer,
     vector_names,
 )
 from ondevice.models.family import MATRICES
-from ondevice.models.mil import FunctionSource, Half, Scope, Var
+from ondevice.models.mil import FunctionSource, Scope, Var
+from ondevice.models.packed import Half
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -128,27 +133,29 @@ class DrafterFunction:
         return FunctionSource(self.name, self.inputs(), partial(_decoder, self, weights))
 
 
-def stored_weights(constant: Callable[[str], Half], config: ModelConfig) -> DrafterWeights:
-    """The weights of a package, read back by the names that the graph gave them.
+def stored_tensors(
+    constant: Callable[[str], npt.NDArray[Any]], config: ModelConfig
+) -> Iterator[tuple[str, Single]]:
+    """The weights of a package by canonical name (`drafter_weights.unfolded`), layer by layer.
 
-    `constant(name)` is the value of a `const` op as it was built; raises what that raises.
+    `constant(name)` is the value of a weight by the name that the graph gave it; raises what that
+    raises.
     """
 
-    def layer_weights(index: int) -> LayerWeights:
-        prefix = f"layer{index}"
-        read = {name: constant(f"{prefix}_{_constant_name(name)}")[:, :, 0, 0] for name in MATRICES}
+    def matrix(name: str) -> Half:
+        return constant(name)[:, :, 0, 0].astype(np.float16)
+
+    for index in range(config.num_layers):
+        names = {name: f"layer{index}_{_constant_name(name)}" for name in MATRICES}
         vectors = {
-            name: constant(f"{prefix}_{_constant_name(name)}").reshape(-1)
+            name: constant(f"layer{index}_{_constant_name(name)}").reshape(-1).astype(np.float16)
             for name in vector_names(config)
         }
-        return LayerWeights(**read, vectors=vectors)
-
-    parts = len(head_partition(config.vocab_size))
-    head = [constant(f"logits_{part}_weight")[:, :, 0, 0] for part in range(parts)]
-    return DrafterWeights(
-        layers=tuple(layer_weights(index) for index in range(config.num_layers)),
-        head=tuple(HeadPart(weight, None) for weight in head),
-    )
+        layer = LayerWeights(**{name: matrix(at) for name, at in names.items()}, vectors=vectors)
+        yield from unfolded_layer(layer, index, config).items()
+    parts = range(len(head_partition(config.vocab_size)))
+    head = [matrix(f"logits_{part}_weight") for part in parts]
+    yield from unfolded_ends(head, config).items()
 
 
 def _constant_name(name: str) -> str:
@@ -200,7 +207,7 @@ def _head(graph: Scope, x: Var, index: int, part: HeadPart, rows: int) -> list[V
     """Logits of one part of the vocabulary, and maximum and sum of exp of each 128 of them."""
     logits = graph.linear(f"logits_{index}", x, part.weight, part.bias)
     scope = graph.within(f"chunks_{index}")
-    shape = (1, len(part.weight) // CHUNK_ROWS, CHUNK_ROWS, rows)
+    shape = (1, part.weight.shape[0] // CHUNK_ROWS, CHUNK_ROWS, rows)
     chunks = scope("reshape", "rows", x=logits, shape=shape)
     maximum = graph("reduce_max", f"chunk_max_{index}", x=chunks, axes=(2,), keep_dims=True)
     weights = scope("exp", "exp", x=scope("sub", "shifted", x=chunks, y=maximum))

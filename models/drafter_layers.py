@@ -19,7 +19,8 @@ from ondevice.models.drafter_weights import (
     QUERY_NORM,
     LayerWeights,
 )
-from ondevice.models.mil import FP16_MAX, SMALLEST_HALF, Half, Scope, Var
+from ondevice.models.mil import FP16_MAX, SMALLEST_HALF, Scope, Var
+from ondevice.models.packed import Half
 
 
 @dataclass(frozen=True, slots=True)

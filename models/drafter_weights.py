@@ -21,7 +21,8 @@ import numpy.typing as npt
 from ondevice.errors import UnsupportedModel
 from ondevice.models.config import ModelConfig
 from ondevice.models.family import MATRICES
-from ondevice.models.mil import ANE_MAX_AXIS, FP16_MAX, MASKED, Half
+from ondevice.models.mil import ANE_MAX_AXIS, FP16_MAX, MASKED
+from ondevice.models.packed import Half, Matrix, dense
 
 Single = npt.NDArray[np.float32]
 Tensors = Callable[[str], Single]
@@ -32,19 +33,19 @@ CHUNK_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Matrices of one decoder layer, each (out, in), fp16, folded; biases and gains as vectors.
+    """Matrices of one decoder layer, each (out, in), folded; biases and gains as vectors, fp16.
 
     vectors: by name, what the family has of QUERY_NORM, KEY_NORM (head_dim,), AFTER_ATTENTION,
     AFTER_MLP (hidden,) and "query_bias", ... (out,).
     """
 
-    query: Half
-    key: Half
-    value: Half
-    output: Half
-    gate: Half
-    up: Half
-    down: Half
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    output: Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     vectors: Mapping[str, Half] = field(default_factory=dict)
 
 
@@ -64,7 +65,7 @@ def vector_names(config: ModelConfig) -> list[str]:
 class HeadPart:
     """Rows of the output matrix, (rows, D); `bias` (rows,) is MASKED on padding rows, else None."""
 
-    weight: Half
+    weight: Matrix
     bias: Half | None
 
 
@@ -98,17 +99,38 @@ def head_partition(vocab_size: int) -> list[int]:
     return [CHUNK_ROWS * (small + (index < larger)) for index in range(parts)]
 
 
-def folded(tensors: Tensors, config: ModelConfig, layers: Sequence[int]) -> DrafterWeights:
+Pack = Callable[[Half], Matrix]
+
+
+def as_half(matrix: Half) -> Matrix:
+    """Store the matrix as it is."""
+    return matrix
+
+
+def folded(
+    tensors: Tensors,
+    config: ModelConfig,
+    layers: Sequence[int],
+    pack_layer: Pack = as_half,
+    pack_head: Pack = as_half,
+    on_layer: Callable[[], None] = lambda: None,
+) -> DrafterWeights:
     """The stored weights of a drafter made of `layers` of a checkpoint.
 
-    `tensors` maps a canonical name to fp32 values of `config`'s checkpoint. Raises UnsupportedModel
-    when a folded weight does not fit fp16.
+    `tensors` maps a canonical name to fp32 values of `config`'s checkpoint. pack_layer, pack_head:
+    how a matrix is stored; each is packed as soon as it is folded, so that one is in memory in half
+    precision at a time. on_layer: called after each layer. Raises UnsupportedModel when a folded
+    weight does not fit fp16.
     """
+    folded_layers = []
+    for index in layers:
+        folded_layers.append(_LayerFolder(tensors, config, index, pack_layer).folded())
+        on_layer()
     name = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-    head = tensors(f"{name}.weight") * _gain(tensors("model.norm.weight"), config)
+    head = tensors(f"{name}.weight")
+    head *= _gain(tensors("model.norm.weight"), config)
     return DrafterWeights(
-        layers=tuple(_LayerFolder(tensors, config, index).folded() for index in layers),
-        head=_head_parts(_half(head, f"{name}.weight")),
+        layers=tuple(folded_layers), head=_head_parts(_half(head, f"{name}.weight"), pack_head)
     )
 
 
@@ -150,8 +172,9 @@ def as_stored(rows: npt.NDArray[np.float32], heads: int, rotated: int) -> Single
 class _LayerFolder:
     """Reads one layer of a checkpoint and folds it."""
 
-    def __init__(self, tensors: Tensors, config: ModelConfig, index: int) -> None:
+    def __init__(self, tensors: Tensors, config: ModelConfig, index: int, pack: Pack) -> None:
         self._tensors, self._config, self._prefix = tensors, config, f"model.layers.{index}"
+        self._pack = pack
 
     def folded(self) -> LayerWeights:
         config, traits = self._config, self._config.traits
@@ -184,9 +207,9 @@ class _LayerFolder:
     def _norm(self, module: str) -> Single:
         return _gain(self._tensors(self._name(module)), self._config)
 
-    def _matrix(self, field: str, gain: Single | float) -> Half:
+    def _matrix(self, field: str, gain: Single | float) -> Matrix:
         name = self._name(MATRICES[field])
-        return _half(self._in_halves(field, self._tensors(name) * gain), name)
+        return self._pack(_half(self._in_halves(field, self._tensors(name) * gain), name))
 
     def _bias(self, field: str, residual: float, scale: np.float32) -> Half:
         name = f"{self._prefix}.{MATRICES[field]}.bias"
@@ -216,29 +239,39 @@ def unfolded(weights: DrafterWeights, config: ModelConfig) -> dict[str, Single]:
     Scales and orders of rows are taken out again. `lm_head.weight` is the stored head without
     padding rows, so the model is untied whatever `config` says; the embedding is not stored.
     """
-    traits = config.traits
-    unit = np.full(config.hidden_size, 1 - traits.norm_offset, np.float32)
-    found = {
-        "model.norm.weight": unit,
-        "lm_head.weight": np.concatenate([part.weight for part in weights.head])[
-            : config.vocab_size
-        ].astype(np.float32),
-    }
+    found = unfolded_ends([dense(part.weight) for part in weights.head], config)
     for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}"
-        for role in ("before_attention", "before_mlp"):
-            found[f"{prefix}.{traits.norms[role]}.weight"] = unit
-        factors = _unfolding_factors(config)
-        for name, module in MATRICES.items():
-            matrix = _unordered(name, getattr(layer, name).astype(np.float32), config)
-            found[f"{prefix}.{module}.weight"] = matrix * np.float32(factors[name])
-            bias = layer.vectors.get(f"{name}_bias")
-            if bias is not None:
-                values = _unordered(name, bias.astype(np.float32), config)
-                found[f"{prefix}.{module}.bias"] = values * np.float32(factors[name])
-        for name, vector in layer.vectors.items():
-            if not name.endswith("_bias"):
-                found |= _unfolded_gain(prefix, name, vector.astype(np.float32), config)
+        found |= unfolded_layer(layer, index, config)
+    return found
+
+
+def unfolded_ends(head: Sequence[Half], config: ModelConfig) -> dict[str, Single]:
+    """As `unfolded`: the final norm and the head, from the weights of its parts."""
+    rows = np.concatenate(head)[: config.vocab_size]
+    return {"model.norm.weight": _unit(config), "lm_head.weight": rows.astype(np.float32)}
+
+
+def _unit(config: ModelConfig) -> Single:
+    return np.full(config.hidden_size, 1 - config.traits.norm_offset, np.float32)
+
+
+def unfolded_layer(layer: LayerWeights, index: int, config: ModelConfig) -> dict[str, Single]:
+    """As `unfolded`: layer `index`."""
+    traits, prefix = config.traits, f"model.layers.{index}"
+    found = {
+        f"{prefix}.{traits.norms[role]}.weight": _unit(config)
+        for role in ("before_attention", "before_mlp")
+    }
+    factors = _unfolding_factors(config)
+    for name, module in MATRICES.items():
+        stored = {"weight": dense(getattr(layer, name)), "bias": layer.vectors.get(f"{name}_bias")}
+        for leaf, values in stored.items():
+            if values is not None:
+                rows = _unordered(name, values.astype(np.float32), config)
+                found[f"{prefix}.{module}.{leaf}"] = rows * np.float32(factors[name])
+    for name, vector in layer.vectors.items():
+        if not name.endswith("_bias"):
+            found |= _unfolded_gain(prefix, name, vector.astype(np.float32), config)
     return found
 
 
@@ -281,7 +314,7 @@ def _half(values: Single, name: str) -> Half:
     return values.astype(np.float16)
 
 
-def _head_parts(head: Half) -> tuple[HeadPart, ...]:
+def _head_parts(head: Half, pack: Pack) -> tuple[HeadPart, ...]:
     parts = []
     first = 0
     for rows in head_partition(len(head)):
@@ -293,5 +326,5 @@ def _head_parts(head: Half) -> tuple[HeadPart, ...]:
             weight = np.pad(weight, ((0, padding), (0, 0)))
             bias = np.zeros(rows, np.float16)
             bias[-padding:] = MASKED
-        parts.append(HeadPart(weight, bias))
+        parts.append(HeadPart(pack(weight), bias))
     return tuple(parts)

@@ -137,13 +137,42 @@ class RopeManifest(Manifest):
         return self
 
 
+class FunctionParity(Manifest):
+    """One function in half precision against mlx-lm with the weights that the package stores.
+
+    max_error: of logits, of the function in fp32. first_choice, top_8: share of positions where
+    mlx-lm's first choice is the function's, or among its first eight. divergence: mean KL, in nats.
+    """
+
+    positions: int
+    max_error: float
+    first_choice: float
+    top_8: float
+    divergence: float
+
+
 class ParityResult(Manifest):
-    """The emulated package against mlx-lm on the same layers, when it was converted."""
+    """The emulated package against mlx-lm on the same layers, when it was converted.
+
+    rounded: with the weights that the package stores; unrounded: with the checkpoint's.
+    first_choice_agreement: of the package in fp32 with the checkpoint, which is what compression
+    costs; None in manifests of before.
+    """
 
     positions: int
     max_error_rounded: float
     max_error_unrounded: float
     first_choice_agreement_fp16: float
+    first_choice_agreement: float | None = None
+    functions: dict[str, FunctionParity] = {}
+
+
+class MemoryEstimate(Manifest):
+    """Bytes that a part takes while it runs; cache_per_token: of keys and values."""
+
+    weights: int
+    cache_per_token: int
+    cache: int
 
 
 class DrafterManifest(Manifest):
@@ -190,6 +219,7 @@ class DrafterManifest(Manifest):
     converter_version: str
     parity: ParityResult | None = None
     lint: list[str] = []
+    memory: MemoryEstimate | None = None
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ondevice.coreml.constants import ConstantPool, Known
 from ondevice.coreml.ops import CONSTEXPR, RULES
 from ondevice.coreml.ops.base import Kernel, Lowered, Operands, array_dtype
 from ondevice.coreml.package import Argument, Constant, Function, Op, TensorType, Value
@@ -44,49 +47,6 @@ def to_half(x: Array) -> Array:
     signed = result.view(np.uint32)
     signed |= sign
     return result
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """A value known before the run: as stored, and as the emulator computes with it."""
-
-    stored: Array | str
-    value: Array | str
-    key: Hashable
-
-
-class ConstantPool:
-    """Constants widened once and shared by all functions of a package."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Known] = {}
-
-    def of(self, constant: Constant) -> Known:
-        """A constant of the program."""
-        if constant.blob is not None:
-            key: Hashable = (str(constant.blob.file.path), constant.blob.offset, constant.type)
-        else:
-            value = constant.read()
-            key = value if isinstance(value, str) else (constant.type, value.tobytes())
-        return self.get(key, constant.read)
-
-    def get(self, key: Hashable, make: Callable[[], Array | str]) -> Known:
-        """The value of `key`, made on first use; its arrays are read-only."""
-        if key not in self._known:
-            self._known[key] = known(make(), key)
-        return self._known[key]
-
-
-def known(stored: Array | str, key: Hashable) -> Known:
-    """A known value from how it is stored; half precision is widened, the array made read-only."""
-    if isinstance(stored, str):
-        return Known(stored, stored, key)
-    value = np.asarray(stored)
-    if value.dtype == _HALF:
-        value = value.astype(_SINGLE)
-    value = value.view()
-    value.flags.writeable = False
-    return Known(stored, value, key)
 
 
 class Step(NamedTuple):
@@ -243,7 +203,7 @@ class _Compiler:
 
     def _argument_value(self, argument: Argument) -> Known:
         if isinstance(argument, Constant):
-            return self._pool.of(argument)
+            return self._pool.of(argument, math.prod(argument.type.shape))
         return self._known[argument]
 
     def _is_known(self, argument: Argument) -> bool:
@@ -252,12 +212,14 @@ class _Compiler:
     def _decompress(self, op: Op) -> Known:
         values = {name: self._argument_value(given[0]) for name, given in op.inputs.items()}
         key = (op.type, *sorted((name, value.key) for name, value in values.items()))
-        stored = {
-            name: value.stored
-            for name, value in values.items()
-            if not isinstance(value.stored, str)
-        }
-        return self._pool.get(key, lambda: CONSTEXPR[op.type](stored))
+
+        def decompress() -> Array:
+            stored = {name: value.stored for name, value in values.items()}
+            return CONSTEXPR[op.type](
+                {name: value for name, value in stored.items() if not isinstance(value, str)}
+            )
+
+        return self._pool.get(key, decompress, math.prod(op.outputs[0].type.shape))
 
     def _bind(self, op: Op) -> None:
         lowered = self._lower(op)
@@ -267,7 +229,7 @@ class _Compiler:
         if all(self._is_known(a) for a in arguments):
             result = kernel(*[self._argument_value(a).value for a in arguments])
             for output, value in zip(op.outputs, (result,) if single else result, strict=True):
-                self._known[output.name] = known(np.asarray(value), object())
+                self._known[output.name] = Known(partial(np.asarray, value), object())
             return
         reads = tuple(self._slot_of(a) for a in arguments)
         writes = tuple(self._new_slot(output.name) for output in op.outputs)
@@ -275,7 +237,7 @@ class _Compiler:
 
     def _lower(self, op: Op) -> Lowered:
         values = {
-            name: self._argument_value(given[0]).value
+            name: self._argument_value(given[0])
             for name, given in op.inputs.items()
             if len(given) == 1 and self._is_known(given[0])
         }

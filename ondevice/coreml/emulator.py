@@ -19,7 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from ondevice.coreml.compiler import CompiledFunction, ConstantPool, compile_function
+from ondevice.coreml.compiler import CompiledFunction, compile_function
+from ondevice.coreml.constants import ConstantPool
 from ondevice.coreml.package import Package
 from ondevice.coreml.runtime import Array, FunctionSignature, check_call
 from ondevice.errors import CallMismatch, OnDeviceError, UnitFailed
@@ -32,8 +33,14 @@ _FLOAT32, _FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 class Emulator:
     """A CoreMLRuntime that needs no Mac; one caller at a time, from any thread."""
 
-    def __init__(self, package: Package, precision: Precision = "fp32") -> None:
-        """Compile every function of `package`; raises UnknownOp, ArtifactError."""
+    def __init__(
+        self, package: Package, precision: Precision = "fp32", keep_weights: bool = True
+    ) -> None:
+        """Compile every function of `package`; raises UnknownOp, ArtifactError.
+
+        keep_weights: hold all weights widened; without it large ones are unpacked at every use,
+        slowly, and take no memory.
+        """
         if precision not in ("fp32", "fp16"):
             raise ValueError(f"precision {precision!r}, expected 'fp32' or 'fp16'")
         self._path = package.path
@@ -41,7 +48,7 @@ class Emulator:
         # Half precision is emulated on float32 arrays, so float32 costs nothing to take in, and a
         # float16 cache of the host is widened without loss.
         self._accepted = {_FLOAT32: frozenset({_FLOAT16})} if precision == "fp32" else {}
-        pool = ConstantPool()
+        pool = ConstantPool(keep_weights)
         with np.errstate(all="ignore"):
             self._compiled: dict[str, CompiledFunction] = {
                 name: compile_function(function, pool, half=precision == "fp16")

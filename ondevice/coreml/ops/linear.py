@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -25,11 +26,11 @@ def _matmul(op: Operands) -> Lowered:
 
 @rule("linear")
 def _linear(op: Operands) -> Lowered:
-    weight = op.array("weight").T
+    weight = op.at_use("weight")
     if not op.has("bias"):
-        return Lowered(lambda x: np.matmul(x, weight), ("x",))
+        return Lowered(lambda x: np.matmul(x, weight().T), ("x",))
     bias = op.array("bias")
-    return Lowered(lambda x: np.matmul(x, weight) + bias, ("x",))
+    return Lowered(lambda x: np.matmul(x, weight().T) + bias, ("x",))
 
 
 @rule("einsum")
@@ -79,36 +80,44 @@ def _attention(op: Operands) -> Lowered:
 
 @rule("conv")
 def _conv(op: Operands) -> Lowered:
-    weight = op.array("weight")
-    spatial = weight.ndim - 2
+    shape = op.type("weight").shape
+    spatial = len(shape) - 2
     ones = (1,) * spatial
     strides, dilations = op.integers("strides", ones), op.integers("dilations", ones)
     groups = op.integer("groups", 1)
-    padding = _padding(op, weight.shape[2:], strides, dilations)
+    padding = _padding(op, shape[2:], strides, dilations)
     bias = op.array("bias").reshape(-1, *ones) if op.has("bias") else None
-    pointwise = weight.shape[2:] == strides == ones and not any(padding)
+    pointwise = shape[2:] == strides == ones and not any(padding)
+    if not op.is_constant("weight"):
+        raise op.refuse("a weight that is computed at run time")
     if pointwise and groups == 1:
-        kernel = _pointwise(weight, op.type("x").shape)
+        kernel = _pointwise(op.at_use("weight"), shape, op.type("x").shape)
     else:
-        kernel = _windowed(weight, strides, dilations, groups, padding)
+        kernel = _windowed(op.array("weight"), strides, dilations, groups, padding)
     if bias is None:
         return Lowered(kernel, ("x",))
     return Lowered(lambda x: kernel(x) + bias, ("x",))
 
 
-def _pointwise(weight: Array, shape: tuple[int, ...]) -> Kernel:
+def _pointwise(
+    weight: Callable[[], Array], weight_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> Kernel:
     """A kernel of size 1: one matrix product per batch entry.
 
     `W @ x` beat `x.T @ W.T` and copies of W.T for (576..16384) x (576..1536) weights: equal for one
     column, up to twice as fast for 8, 1.0 to 1.5 times for 64 (OpenBLAS, one thread).
     """
-    matrix = weight.reshape(weight.shape[:2])
+    sizes = weight_shape[:2]
     batch, channels, *extent = shape
-    result = (batch, weight.shape[0], *extent)
+    result = (batch, sizes[0], *extent)
     columns = math.prod(extent)
     if batch == 1:
-        return lambda x: np.dot(matrix, x.reshape(channels, columns)).reshape(result)
-    return lambda x: np.matmul(matrix, x.reshape(batch, channels, columns)).reshape(result)
+        return lambda x: np.dot(weight().reshape(sizes), x.reshape(channels, columns)).reshape(
+            result
+        )
+    return lambda x: np.matmul(
+        weight().reshape(sizes), x.reshape(batch, channels, columns)
+    ).reshape(result)
 
 
 def _windowed(
