@@ -127,8 +127,7 @@ def folded(
         folded_layers.append(_LayerFolder(tensors, config, index, pack_layer).folded())
         on_layer()
     name = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-    head = tensors(f"{name}.weight")
-    head *= _gain(tensors("model.norm.weight"), config)
+    head = tensors(f"{name}.weight") * _gain(tensors("model.norm.weight"), config)
     return DrafterWeights(
         layers=tuple(folded_layers), head=_head_parts(_half(head, f"{name}.weight"), pack_head)
     )

@@ -78,7 +78,7 @@ class TreeCache(KVCache):
     def _move(self, keys: mx.array, values: mx.array, count: int) -> None:
         """New buffers with room for `count` rows more; keys and values give kind and size."""
         kept = self._worth_keeping
-        capacity = -(-(kept + count) // self.step) * self.step
+        capacity = kept + -(-count // self.step) * self.step
         if self._most is not None:
             capacity = max(kept + count, min(capacity, self._most))
         old = None if self.keys is None else self.keys_and_values()
@@ -155,12 +155,18 @@ class TreeCache(KVCache):
         rotating = RotatingKVCache(max_size=self.window)  # type: ignore[no-untyped-call]
         rotating.offset = self.offset
         if self.keys is not None:
-            newest = min(self.held, self.window)
-            keys, values = self.keys_and_values()
-            rotating.keys = keys[..., self.held - newest :, :]
-            rotating.values = values[..., self.held - newest :, :]
-            rotating._idx = newest
+            rotating._idx = min(self.offset, self.window)
+            rotating.keys, rotating.values = (
+                self._newest(rows, rotating._idx) for rows in self.keys_and_values()
+            )
         return rotating
+
+    @staticmethod
+    def _newest(rows: mx.array, count: int) -> mx.array:
+        """The last `count` rows; one that is missing is zero: the next token's takes its place."""
+        missing = max(0, count - rows.shape[2])
+        kept = rows[..., max(0, rows.shape[2] - count) :, :]
+        return mx.pad(kept, [(0, 0), (0, 0), (missing, 0), (0, 0)])
 
 
 def window_of(cache: Any) -> int | None:
