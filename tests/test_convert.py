@@ -22,6 +22,8 @@ from ondevice.apps.cli import main
 from ondevice.artifact import DRAFTER_FILE, DrafterManifest, PairManifest
 from ondevice.converters.checkpoint import open_checkpoint
 from ondevice.engine import Engine
+from ondevice.sampling import SamplingParams
+from ondevice.session import Options
 
 SMALL = ["--rows", "1,8", "--context", "64"]
 
@@ -51,14 +53,16 @@ def test_a_pair_of_two_families_speaks_as_the_verifier_alone(
     pair = ["pair", "--verifier", source, "--drafter", windowed, "--out", out, *SMALL]
     assert convert(*pair, "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["written"] and said["drafter"]["compression"] == "lut6"
+    assert said["written"]
+    assert said["drafter"]["compression"] == "lut6"
     manifest = DrafterManifest.read(out / "drafter" / DRAFTER_FILE)
     assert manifest.window == 9
     with Engine.open_folder(out, measure=False) as engine:
         texts = []
         for strategy in ("plain", "sequential"):
             session = engine.session()
-            texts.append(session.generate("the thing in it", strategy=strategy, max_tokens=40))
+            options = Options(SamplingParams(), 40, (), strategy)
+            texts.append(session.generate("the thing in it", options))
         assert texts[0].token_ids == texts[1].token_ids
         assert texts[1].stats.num_draft_tokens > 0
 

@@ -69,11 +69,22 @@ class CompiledFunction:
     steps: list[Step]
     inputs: dict[str, int]
     outputs: dict[str, int]
+    states: dict[str, tuple[int, TensorSpec]]
     checked: bool = field(default=False)
 
-    def run(self, inputs: Mapping[str, Array], out: Mapping[str, Array]) -> dict[str, Array]:
-        """Run once on checked inputs. The first run verifies every op's shape and dtype."""
+    def run(
+        self,
+        inputs: Mapping[str, Array],
+        out: Mapping[str, Array],
+        state: Mapping[str, Array] | None = None,
+    ) -> dict[str, Array]:
+        """Run once on checked inputs. The first run verifies every op's shape and dtype.
+
+        state: the arrays of the function's states, which it reads and writes.
+        """
         slots = self.template.copy()
+        for name, (slot, _) in self.states.items():
+            slots[slot] = (state or {})[name]
         for name, slot in self.inputs.items():
             slots[slot] = self._borrow(inputs[name])
         if self.checked:
@@ -153,26 +164,33 @@ class _Compiler:
         function = self._function
         for value in function.inputs:
             self._check_input(value)
-        inputs = {value.name: self._new_slot(value.name) for value in function.inputs}
+        slots = {value.name: self._new_slot(value.name) for value in function.inputs}
+        states = {
+            value.name: (slots.pop(value.name), TensorSpec(value.type.shape, _SINGLE))
+            for value in function.inputs
+            if value.is_state
+        }
+        inputs = slots
+        kept = {slot for slot, _ in states.values()}
         for op in function.ops:
             self._add(op)
         outputs = {name: self._slot_of(name) for name in function.outputs}
         return CompiledFunction(
             signature=FunctionSignature(
-                {value.name: self._spec(value.type) for value in function.inputs},
+                {v.name: self._spec(v.type) for v in function.inputs if not v.is_state},
                 {name: self._spec(function.types[name]) for name in function.outputs},
             ),
             template=self._template,
-            steps=_with_frees(self._steps, set(inputs.values()) | set(outputs.values())),
+            steps=_with_frees(self._steps, kept | {*inputs.values(), *outputs.values()}),
             inputs=inputs,
             outputs=outputs,
+            states=states,
         )
 
     def _check_input(self, value: Value) -> None:
-        if value.is_state or -1 in value.type.shape:
-            what = "Core ML state" if value.is_state else f"dynamic shape {value.type}"
+        if -1 in value.type.shape:
             raise UnknownOp(
-                f"the emulator does not know {what} "
+                f"the emulator does not know dynamic shape {value.type} "
                 f"(input {value.name} of function {self._function.name})"
             )
 
@@ -226,7 +244,7 @@ class _Compiler:
         arguments = [a for name in lowered.reads for a in op.inputs.get(name, ())]
         kernel = self._rounded(op, lowered.kernel)
         single = len(op.outputs) == 1
-        if all(self._is_known(a) for a in arguments):
+        if op.outputs and all(self._is_known(a) for a in arguments):
             result = kernel(*[self._argument_value(a).value for a in arguments])
             for output, value in zip(op.outputs, (result,) if single else result, strict=True):
                 self._known[output.name] = Known(partial(np.asarray, value), object())
@@ -254,7 +272,7 @@ class _Compiler:
         half = [output.type.dtype == "fp16" for output in op.outputs]
         if not self._half or RULES[op.type].moves or not any(half):
             return kernel
-        if len(half) > 1:
+        if len(half) > 1:  # an op without an output has nothing to round
             raise AssertionError(f"{op.type}: only ops that move elements have several results")
         return lambda *arrays: to_half(kernel(*arrays))
 

@@ -71,18 +71,31 @@ class Emulator:
         """Signature of every function by name."""
         return self._functions
 
+    def new_state(self, function: str) -> dict[str, Array]:
+        """Fresh, zero-filled states of `function`, by name, in float32; {} when it has none."""
+        return {name: spec.empty() for name, (_, spec) in self._find(function).states.items()}
+
     def predict(
         self,
         function: str,
         inputs: Mapping[str, Array],
         out: Mapping[str, Array] | None = None,
+        state: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
-        """Run `function` once; see CoreMLRuntime.predict. No numpy warning escapes."""
+        """Run `function` once; see CoreMLRuntime.predict. No numpy warning escapes.
+
+        state: what `new_state` gave, to be read and written; a function with states needs one.
+        """
         compiled = self._find(function)
         check_call(function, compiled.signature, inputs, out, self._accepted)
+        if compiled.states.keys() != (state or {}).keys():
+            raise CallMismatch(
+                f"{function}: expected the states {', '.join(compiled.states) or 'none'}, got "
+                f"{', '.join(state or ()) or 'none'}; make them with new_state"
+            )
         try:
             with np.errstate(all="ignore"):
-                return compiled.run(inputs, out or {})
+                return compiled.run(inputs, out or {}, state)
         except OnDeviceError:
             raise
         except Exception as error:
