@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -90,7 +91,8 @@ def _conv_transpose(op: Operands) -> Lowered:
         grid = np.zeros((x.shape[0], out[1], *size), np.float32)
         parts = x.reshape(x.shape[0], groups, -1, *extent)
         for tap in itertools.product(*map(range, kernel)):
-            factor = weights[(slice(None), slice(None), slice(None), *tap)]
+            of_tap: Any = (slice(None), slice(None), slice(None), *tap)
+            factor = weights[of_tap]
             product = np.einsum("ngc...,gco->ngo...", parts, factor)
             at = tuple(
                 slice(t * d, t * d + (n - 1) * s + 1, s)
