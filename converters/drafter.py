@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -16,6 +19,7 @@ from ondevice.artifact import (
     FunctionShape,
     ParityResult,
     RopeManifest,
+    SourceFile,
     VerifierManifest,
     check_tokenizer,
     replacing,
@@ -25,12 +29,13 @@ from ondevice.converters.embedding import TENSOR, EmbeddingPlace, place_embeddin
 from ondevice.converters.mlpackage import folder_bytes, write_mlpackage
 from ondevice.converters.parity import check_parity
 from ondevice.converters.progress import Progress
+from ondevice.converters.trained import TrainedDrafter, check_trained
 from ondevice.coreml.lint import lint
 from ondevice.coreml.package import Package, ops_digest, weights_digest
 from ondevice.errors import BadRequest, RuntimeFailure
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_graph import DrafterFunction
-from ondevice.models.drafter_weights import folded, head_partition
+from ondevice.models.drafter_weights import Tensors, folded, head_partition
 
 CONTEXT_MULTIPLE = 32  # slots; a cache's last axes must be multiples of 32 on the Neural Engine
 MAX_OVERHEAD = 0.02  # of the weights: all that a package may hold besides them
@@ -44,27 +49,30 @@ def convert_drafter(
     verifier_folder: Path,
     folder: Path,
     *,
-    layers: Sequence[int],
+    layers: Sequence[int] | None = None,
+    trained: TrainedDrafter | None = None,
     row_counts: Sequence[int] = (1, 8, 64),
     context_sizes: Sequence[int] = (512, 2048),
     progress: Progress | None = None,
 ) -> DrafterManifest:
-    """Write the drafter made of `layers` of `checkpoint` at `folder`, whole or not at all.
+    """Write the drafter at `folder`, whole or not at all.
 
-    One package holds a function for each row count (rows a step) and context size (slots). The
+    It is made of `layers` of `checkpoint`, or is the one that `trained` holds. One package holds a function for each row count (rows a step) and context size (slots). The
     embedding is referred to in `verifier_folder` when the verifier stores the same values. Raises
     BadRequest for impossible layers or sizes, ArtifactError for a verifier with another tokenizer,
     UnsupportedModel when a weight does not fit fp16, RuntimeFailure when the package does not
     compute what mlx-lm does.
     """
-    _check_request(checkpoint.config, layers, row_counts, context_sizes)
+    network = _Network.trained(checkpoint, trained) if trained else _Network.cut(checkpoint, layers)
+    _check_sizes(row_counts, context_sizes)
     verifier = VerifierManifest.read(verifier_folder / VERIFIER_FILE)
     check_tokenizer(
         f"the drafter's source {checkpoint.label}", checkpoint.tokenizer_sha256, verifier
     )
-    config = checkpoint.config.with_layers(len(layers))
     functions = [
-        DrafterFunction(config, rows, context) for rows in row_counts for context in context_sizes
+        DrafterFunction(network.config, rows, context)
+        for rows in row_counts
+        for context in context_sizes
     ]
 
     def report(done: int) -> None:
@@ -74,7 +82,7 @@ def convert_drafter(
     with replacing(folder) as scratch:
         scratch.mkdir()
         report(0)
-        weights = folded(checkpoint.tensor, checkpoint.config, layers)
+        weights = folded(network.tensors, network.config, network.places)
         report(1)
         path = scratch / DRAFTER_PACKAGE
         write_mlpackage([function.source(weights) for function in functions], path)
@@ -84,22 +92,62 @@ def convert_drafter(
         place = place_embedding(rows, verifier_folder, scratch)
         report(3)
         package = Package.open(path)
-        parity = check_parity(package, checkpoint, layers, rows, functions)
-        manifest = _manifest(checkpoint, layers, functions, package, place, parity)
+        parity = check_parity(
+            package, network.tensors, network.config, network.places, rows, functions
+        )
+        manifest = _manifest(checkpoint, network, functions, package, place, parity)
         manifest.write(scratch / DRAFTER_FILE)
         report(4)
     return manifest
 
 
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """What the package computes.
+
+    tensors by Hugging Face name, of which the layers `places` are taken; `layers` of the checkpoint
+    they are, or were before training; row_to_token: as the manifest has it.
+    """
+
+    config: ModelConfig
+    tensors: Tensors
+    places: tuple[int, ...]
+    layers: tuple[int, ...]
+    row_to_token: list[int] | None
+    sources: list[SourceFile]
+
+    @classmethod
+    def cut(cls, checkpoint: Checkpoint, layers: Sequence[int] | None) -> Self:
+        """Layers of the checkpoint as they are."""
+        chosen = tuple(layers or ())
+        _check_layers(checkpoint.config, chosen)
+        config = checkpoint.config.with_layers(len(chosen))
+        return cls(config, checkpoint.tensor, chosen, chosen, None, checkpoint.sources)
+
+    @classmethod
+    def trained(cls, checkpoint: Checkpoint, trained: TrainedDrafter) -> Self:
+        """A student of the checkpoint."""
+        check_trained(trained, checkpoint)
+        config = trained.config(checkpoint.config)
+        return cls(
+            config=config,
+            tensors=partial(trained.tensor, checkpoint),
+            places=tuple(range(config.num_layers)),
+            layers=trained.header.layers,
+            row_to_token=list(trained.row_to_token),
+            sources=[*checkpoint.sources, trained.source],
+        )
+
+
 def _manifest(
     checkpoint: Checkpoint,
-    layers: Sequence[int],
+    network: _Network,
     functions: Sequence[DrafterFunction],
     package: Package,
     place: EmbeddingPlace,
     parity: ParityResult,
 ) -> DrafterManifest:
-    config = functions[0].config
+    config = network.config
     return DrafterManifest(
         family=config.family,
         hidden_size=config.hidden_size,
@@ -107,13 +155,14 @@ def _manifest(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
+        vocab_size=checkpoint.config.vocab_size,
         rope=_rope(config),
-        layers=list(layers),
+        layers=list(network.layers),
         row_counts=list(dict.fromkeys(function.rows for function in functions)),
         context_sizes=list(dict.fromkeys(function.context for function in functions)),
         functions=[_shape(package, function) for function in functions],
         logit_rows=head_partition(config.vocab_size),
+        row_to_token=network.row_to_token,
         embedding_in=place.folder,
         embedding_tensor=place.tensor,
         embedding_sha256=place.sha256,
@@ -121,24 +170,22 @@ def _manifest(
         weights_sha256=weights_digest(package.path),
         ops_sha256=ops_digest(package),
         tokenizer_sha256=checkpoint.tokenizer_sha256,
-        sources=checkpoint.sources,
+        sources=network.sources,
         converter_version=version("ondevice"),
         parity=parity,
         lint=[str(finding) for finding in lint(package)],
     )
 
 
-def _check_request(
-    config: ModelConfig,
-    layers: Sequence[int],
-    row_counts: Sequence[int],
-    context_sizes: Sequence[int],
-) -> None:
+def _check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
     last = config.num_layers - 1
     if not layers or sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] > last:
         raise BadRequest(
             f"drafter layers: expected ascending indices from 0 to {last}, got {list(layers)}"
         )
+
+
+def _check_sizes(row_counts: Sequence[int], context_sizes: Sequence[int]) -> None:
     if not row_counts or min(row_counts) < 1 or len(set(row_counts)) < len(row_counts):
         raise BadRequest(
             f"drafter row counts: expected different counts from 1 on, got {list(row_counts)}"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.artifact import ParityResult
-from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
+from ondevice.converters.checkpoint import tensor_shapes
 from ondevice.converters.verifier import rope_scaling
 from ondevice.coreml.emulator import Emulator
 from ondevice.coreml.package import Package
@@ -227,17 +227,20 @@ def path_logits(model: Model, tree: TokenTree) -> Single:
 
 def check_parity(
     package: Package,
-    checkpoint: Checkpoint,
+    tensors: Tensors,
+    source: ModelConfig,
     layers: Sequence[int],
     embedding: Array,
     functions: Sequence[DrafterFunction],
 ) -> ParityResult:
     """Run every function of the package against mlx-lm; takes seconds.
 
-    `embedding` (vocab, D) holds the rows that the host will look up. Raises RuntimeFailure when the
-    package does not compute its model.
+    The package was made of `layers` of `tensors`, a model of sizes `source`. `embedding` (vocab, D)
+    holds the rows that the host will look up; a drafter with fewer output rows than that is tried
+    on its first ones. Raises RuntimeFailure when the package does not compute its model.
     """
     config = functions[0].config
+    embedding = embedding[: config.vocab_size]
     row_counts = sorted({function.rows for function in functions})
     contexts = sorted({function.context for function in functions})
     tree = TokenTree.random(config.vocab_size, _step_sizes(row_counts, contexts[0]), seed=0)
@@ -249,7 +252,7 @@ def check_parity(
 
     logits = logits_of(exact)
     rounded = path_logits(stored_model(package, config, embedding), tree)
-    unrounded = path_logits(selected_model(checkpoint.tensor, checkpoint.config, layers), tree)
+    unrounded = path_logits(selected_model(tensors, source, layers), tree)
     agreement = (logits_of(half).argmax(-1) == rounded.argmax(-1)).mean()
     result = ParityResult(
         positions=len(tree.tokens) * len(contexts),

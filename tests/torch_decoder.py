@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from ondevice.converters.distil.conversation import Limits, Plan
+from ondevice.converters.distil.conversation import Limits
 from ondevice.converters.distil.decoding import TOP, Floats, Ints, Step, draw
 from ondevice.converters.distil.maker import Made, Maker
+from ondevice.converters.distil.plans import OwnQuestions
 from ondevice.converters.distil.script import chat_script, opening_tokens
 from ondevice.converters.distil.shards import ShardFolder
 
@@ -138,23 +139,22 @@ def main(arguments: list[str]) -> None:
     decoder = TorchDecoder(
         Path(verifier), int(rows), -(-slots // 32) * 32, script.prefix, Path(library)
     )
-    plan = Plan(1, script, limits, openings, shares)
+    plan = OwnQuestions(1, script, limits, openings, shares)
     shards = ShardFolder(Path(folder), {"seed": 1, "recipe": "chat"})
-    start = []
+    start: list[tuple[float, int]] = []
 
-    def report(made: Made) -> bool:
-        if not start:
-            start.append(made.answer_tokens)
-        speed = (made.answer_tokens - start[0]) / made.seconds
-        print(
-            f"{time.strftime('%H:%M:%S')} {made.conversations} texts, {made.dropped} dropped, "
-            f"{made.answer_tokens} answer tokens, {speed:.0f} tok/s, {made.steps} steps, "
-            f"{int(rows) * made.steps / made.seconds:.0f} rows/s",
-            flush=True,
-        )
-        return True
+    def report(made: Made) -> None:
+        start.append((made.seconds, made.learned_tokens))
+        if len(start) % 10 == 0:
+            speed = (made.learned_tokens - start[0][1]) / (made.seconds - start[0][0])
+            print(
+                f"{time.strftime('%H:%M:%S')} {made.conversations} texts, {made.dropped} dropped, "
+                f"{made.learned_tokens} answer tokens, {speed:.0f} tok/s",
+                flush=True,
+            )
 
-    Maker(decoder, plan, shards, config["vocab_size"]).run(int(wanted), report)
+    maker = Maker(decoder, plan, shards, config["vocab_size"])
+    maker.run(lambda made: made.learned_tokens < int(wanted), report)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
 The user's turn is left open and the verifier writes it; then the turn is closed as the chat
 template does and the verifier answers. Template tokens are forced, so that question and answer are
-one run through one row of the cache.
+one run through one row of the cache. A text of the user's is forced from end to end, and what the
+verifier would have written in its place is recorded.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from ondevice.converters.distil.decoding import Floats, Ints
 from ondevice.converters.distil.loops import loop_period, without_loop
@@ -20,10 +18,11 @@ LOOP_CHECK = 8  # tokens between two looks for a loop
 
 
 class Phase(enum.Enum):
-    """Who writes the next token that is not forced."""
+    """Who writes the next token that is not forced; in a given text all are."""
 
     QUESTION = enum.auto()
     ANSWER = enum.auto()
+    GIVEN = enum.auto()
     DONE = enum.auto()
     DROPPED = enum.auto()
 
@@ -55,8 +54,8 @@ class Conversation:
     """The state of one row.
 
     tokens: all that is in the row or will be fed to it next; `forced` follow them. top_tokens and
-    top_logprobs: one entry for each answer token, of the distribution that it was drawn from.
-    open_end: a question may end because it is long.
+    top_logprobs: one entry for each token from `answer_start` on, of the distribution that it was
+    drawn from. open_end: a question may end because it is long.
     """
 
     index: int
@@ -82,10 +81,8 @@ class Conversation:
     @property
     def question(self) -> list[int]:
         """The user's words so far, opening included."""
-        start = len(self.script.prefix)
-        return self.tokens[start : self.answer_start - len(self.script.turn)] if (
-            self.answer_start
-        ) else self.tokens[start:]
+        end = self.answer_start - len(self.script.turn) if self.answer_start else None
+        return self.tokens[len(self.script.prefix) : end]
 
     @property
     def answer(self) -> list[int]:
@@ -94,12 +91,21 @@ class Conversation:
 
     def take(self, token: int, top_tokens: Ints, top_logprobs: Floats) -> None:
         """What was drawn after `tokens`; a forced token takes its place."""
-        if self.forced:
+        if self.phase is Phase.GIVEN:
+            self._follow(top_tokens, top_logprobs)
+        elif self.forced:
             self.tokens.append(self.forced.pop(0))
         elif self.phase is Phase.QUESTION:
             self._ask(token)
         elif self.phase is Phase.ANSWER:
             self._reply(token, top_tokens, top_logprobs)
+
+    def _follow(self, top_tokens: Ints, top_logprobs: Floats) -> None:
+        self.tokens.append(self.forced.pop(0))
+        self.top_tokens.append(top_tokens)
+        self.top_logprobs.append(top_logprobs)
+        if not self.forced:
+            self.phase = Phase.DONE
 
     def _ask(self, token: int) -> None:
         length = len(self.tokens) - len(self.script.prefix)
@@ -137,36 +143,3 @@ class Conversation:
             del self.tokens[self.answer_start + kept :]
             del self.top_tokens[kept:], self.top_logprobs[kept:]
             self.phase = Phase.DONE
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How conversation number `index` is begun: the same at every call, for a resumed run."""
-
-    seed: int
-    script: Script
-    limits: Limits
-    openings: dict[str, Sequence[tuple[int, ...]]]
-    shares: dict[str, float]
-
-    def begin(self, index: int) -> tuple[Conversation, np.random.Generator]:
-        """Conversation `index`, and the source of its chances."""
-        source = np.random.Generator(np.random.Philox(key=[self.seed, index]))
-        names = list(self.shares)
-        weights = np.array([self.shares[name] for name in names])
-        domain = names[int(source.choice(len(names), p=weights / weights.sum()))]
-        openings = self.openings[domain]
-        opening = openings[int(source.integers(len(openings)))]
-        words = [*self.script.prefix, *opening]
-        start = len(self.script.prefix)
-        return Conversation(
-            index=index,
-            domain=domain,
-            script=self.script,
-            limits=self.limits,
-            question_temperature=float(source.uniform(0.7, 1.0)),
-            answer_temperature=float(source.choice([0.0, 0.7, 1.0], p=[0.4, 0.3, 0.3])),
-            tokens=words[:start],
-            forced=words[start:],
-            open_end=domain in ("summary", "translation", "code"),
-        ), source

@@ -9,8 +9,9 @@ from itertools import count
 
 import numpy as np
 
-from ondevice.converters.distil.conversation import Conversation, Phase, Plan
+from ondevice.converters.distil.conversation import Conversation, Phase
 from ondevice.converters.distil.decoding import Decoder, Step
+from ondevice.converters.distil.plans import Plan, Started
 from ondevice.converters.distil.shards import ShardFolder
 
 MIN_QUESTION_TOKENS = 3
@@ -19,18 +20,17 @@ _KEY_TOKENS = 14  # two questions that begin with so many equal tokens are one
 
 @dataclass
 class Made:
-    """What has been made so far, by this process and before."""
+    """What has been made so far, by this process and before; `seconds` too."""
 
     conversations: int = 0
     dropped: int = 0
-    answer_tokens: int = 0
-    steps: int = 0
+    learned_tokens: int = 0
     seconds: float = 0.0
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Row:
-    conversation: Conversation
+    talk: Conversation
     chances: np.random.Generator
 
 
@@ -47,46 +47,44 @@ class Maker:
     shards: ShardFolder
     vocab_size: int
     shard_texts: int = 256
-    shard_s: float = 90.0
+    shard_s: float = 60.0
     _kept: list[Conversation] = field(default_factory=list)
     _dropped: list[int] = field(default_factory=list)
     _seen: set[tuple[int, ...]] = field(default_factory=set)
+    _unwritten_s: float = 0.0
 
-    def run(self, wanted_tokens: int, report: Callable[[Made], bool]) -> Made:
-        """Go on until the shards hold `wanted_tokens` answer tokens or `report` returns False.
+    def run(self, wanted: Callable[[Made], bool], report: Callable[[Made], None]) -> Made:
+        """Go on while `wanted(made)` and there are conversations; `report` is told of every step.
 
         Finished conversations are not made again. What is finished is written whatever ends the
-        run; OSError when it cannot be written.
+        run; CacheUnwritable when it cannot be.
         """
         made = self._resume()
         numbers = self._numbers()
-        rows = [self._begin(next(numbers)) for _ in range(self.decoder.rows)]
-        start = written = time.monotonic()
+        rows: list[_Row | None] = [self._begin(numbers) for _ in range(self.decoder.rows)]
         try:
-            while made.answer_tokens < wanted_tokens:
+            while wanted(made) and any(rows):
+                begun = time.monotonic()
                 step = self._step(rows)
-                made.steps += 1
                 for place, row in enumerate(rows):
-                    if self._took(row, step, place, made):
-                        rows[place] = self._begin(next(numbers))
-                now = time.monotonic()
-                made.seconds = now - start
-                if len(self._kept) >= self.shard_texts or now - written > self.shard_s:
+                    if row is not None and self._took(row.talk, step, place, made):
+                        rows[place] = self._begin(numbers)
+                elapsed = time.monotonic() - begun
+                made.seconds += elapsed
+                self._unwritten_s += elapsed
+                if len(self._kept) >= self.shard_texts or self._unwritten_s > self.shard_s:
                     self._write()
-                    written = now
-                if made.steps % 10 == 0 and not report(made):
-                    break
+                report(made)
         finally:
             self._write()
         return made
 
     def _resume(self) -> Made:
-        made = Made()
+        made = Made(seconds=self.shards.seconds())
         for text in self.shards.texts():
             made.conversations += 1
-            made.answer_tokens += len(text.tokens) - text.start
-            first = len(self.plan.script.prefix)
-            question = text.tokens[first : text.start - len(self.plan.script.turn)]
+            made.learned_tokens += len(text.tokens) - text.start
+            question = text.tokens[len(self.plan.prefix) : text.start]
             self._seen.add(tuple(question[:_KEY_TOKENS].tolist()))
         return made
 
@@ -94,24 +92,29 @@ class Maker:
         done = self.shards.finished()
         return (number for number in count() if number not in done)
 
-    def _begin(self, number: int) -> _Row:
-        return _Row(*self.plan.begin(number))
+    def _begin(self, numbers: Iterator[int]) -> _Row | None:
+        started: Started | None = self.plan.begin(next(numbers))
+        return None if started is None else _Row(*started)
 
-    def _step(self, rows: list[_Row]) -> Step:
-        talks = [row.conversation for row in rows]
-        return self.decoder.step(
-            np.array([talk.tokens[-1] for talk in talks], np.int64),
-            np.array([len(talk.tokens) - 1 for talk in talks], np.int64),
-            np.array([talk.temperature for talk in talks], np.float32),
-            np.array([row.chances.random() for row in rows], np.float32),
-        )
+    def _step(self, rows: list[_Row | None]) -> Step:
+        """One token in every row; an idle one feeds its last slot, which nobody will see."""
+        tokens = np.zeros(len(rows), np.int64)
+        positions = np.full(len(rows), self.decoder.slots - 1, np.int64)
+        temperatures = np.zeros(len(rows), np.float32)
+        chances = np.zeros(len(rows), np.float32)
+        for place, row in enumerate(rows):
+            if row is not None:
+                tokens[place] = row.talk.tokens[-1]
+                positions[place] = len(row.talk.tokens) - 1
+                temperatures[place] = row.talk.temperature
+                chances[place] = row.chances.random()
+        return self.decoder.step(tokens, positions, temperatures, chances)
 
-    def _took(self, row: _Row, step: Step, place: int, made: Made) -> bool:
+    def _took(self, talk: Conversation, step: Step, place: int, made: Made) -> bool:
         """Give row `place` its token; True when its conversation has ended."""
-        talk = row.conversation
         asking = talk.phase is Phase.QUESTION
         talk.take(int(step.tokens[place]), step.top_tokens[place], step.top_logprobs[place])
-        if asking and talk.phase is Phase.ANSWER and not self._is_new(talk.question):
+        if asking and talk.phase is Phase.ANSWER and not self._is_new(talk):
             talk.phase = Phase.DROPPED
         if talk.phase is Phase.DROPPED:
             self._dropped.append(talk.index)
@@ -119,17 +122,19 @@ class Maker:
         elif talk.phase is Phase.DONE:
             self._kept.append(talk)
             made.conversations += 1
-            made.answer_tokens += len(talk.answer)
+            made.learned_tokens += len(talk.top_tokens)
         return talk.phase in (Phase.DROPPED, Phase.DONE)
 
-    def _is_new(self, question: list[int]) -> bool:
-        key = tuple(question[:_KEY_TOKENS])
-        if len(question) < MIN_QUESTION_TOKENS or key in self._seen:
+    def _is_new(self, talk: Conversation) -> bool:
+        """Whether the question, with the template's turn after it, was not asked before."""
+        words = [*talk.question, *talk.script.turn]
+        key = tuple(words[:_KEY_TOKENS])
+        if len(talk.question) < MIN_QUESTION_TOKENS or key in self._seen:
             return False
         self._seen.add(key)
         return True
 
     def _write(self) -> None:
         if self._kept:
-            self.shards.write(self._kept, self._dropped, self.vocab_size)
-            self._kept, self._dropped = [], []
+            self.shards.write(self._kept, self._dropped, self.vocab_size, self._unwritten_s)
+            self._kept, self._dropped, self._unwritten_s = [], [], 0.0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 DOMAINS: dict[str, float] = {
-    "chat": 0.34,
-    "free": 0.14,
-    "code": 0.26,
-    "summary": 0.13,
-    "translation": 0.13,
+    "chat": 0.32,
+    "free": 0.08,
+    "code": 0.32,
+    "summary": 0.14,
+    "translation": 0.14,
 }
 """Share of each domain among the conversations; `free` begins with nothing at all."""
 

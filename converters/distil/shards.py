@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,27 +14,27 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from ondevice.artifact import replacing
 from ondevice.converters.distil.conversation import Conversation
 from ondevice.errors import BadRequest
 
 _PATTERN = "data-{:06d}.safetensors"
-_GREEDY, _SCALE = 0, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     """One text to learn from.
 
-    tokens (n,); targets are the distributions of tokens[start:]: top_tokens and top_logprobs,
+    tokens (n,), unsigned; targets are the distributions of tokens[start:]: top_tokens and top_logprobs,
     (n - start, TOP).
     """
 
     index: int
     domain: str
     temperature: float
-    tokens: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.unsignedinteger]
     start: int
-    top_tokens: npt.NDArray[np.int64]
+    top_tokens: npt.NDArray[np.unsignedinteger]
     top_logprobs: npt.NDArray[np.float16]
 
 
@@ -48,7 +49,7 @@ class ShardFolder:
         self._identity = json.dumps(identity, sort_keys=True)
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".data-*"):
-            stale.unlink()
+            shutil.rmtree(stale, ignore_errors=True)
         for path in self.paths()[:1]:
             if _metadata(path).get("identity") != self._identity:
                 raise BadRequest(
@@ -69,19 +70,28 @@ class ShardFolder:
                 found.update(file.get_tensor("dropped").tolist())
         return found
 
-    def write(self, kept: Sequence[Conversation], dropped: Sequence[int], vocab_size: int) -> Path:
-        """Write the next shard; OSError when the disk is full, and then nothing is left of it."""
+    def write(
+        self,
+        kept: Sequence[Conversation],
+        dropped: Sequence[int],
+        vocab_size: int,
+        seconds: float,
+    ) -> Path:
+        """Write the next shard; CacheUnwritable when the disk is full, then nothing is left of it.
+
+        seconds: that it took to make.
+        """
         path = self._folder / _PATTERN.format(len(self.paths()))
-        scratch = path.with_name(f".{path.name}")
-        try:
-            save_file(_columns(kept, dropped, vocab_size), scratch, {"identity": self._identity})
+        notes = {"identity": self._identity, "seconds": f"{seconds:.3f}"}
+        with replacing(path) as scratch:
+            save_file(_columns(kept, dropped, vocab_size), scratch, notes)
             with scratch.open("rb") as file:
                 os.fsync(file.fileno())
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
         return path
+
+    def seconds(self) -> float:
+        """How long all shards took to make."""
+        return sum(float(_metadata(path).get("seconds", 0)) for path in self.paths())
 
     def texts(self) -> Iterator[Text]:
         """Every text, shard by shard."""
@@ -120,11 +130,9 @@ def read_shard(path: Path) -> Iterator[Text]:
             index=int(columns["index"][row]),
             domain=domains[row],
             temperature=float(columns["temperature"][row]),
-            tokens=columns["tokens"][first : first + length].astype(np.int64),
+            tokens=columns["tokens"][first : first + length],
             start=int(start),
-            top_tokens=columns["top_tokens"][first_target : first_target + targets].astype(
-                np.int64
-            ),
+            top_tokens=columns["top_tokens"][first_target : first_target + targets],
             top_logprobs=columns["top_logprobs"][first_target : first_target + targets],
         )
         first += int(length)

@@ -1,0 +1,114 @@
+"""The student in MLX: a few layers of the verifier, its embedding frozen, and its optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from ondevice.converters.distil.corpus import Batch
+from ondevice.converters.distil.learner import Learned, Single, State
+from ondevice.converters.parity import selected_model
+from ondevice.models.config import ModelConfig
+from ondevice.models.drafter_weights import Tensors
+
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+_OPTIMISER = "optimiser."
+
+
+class Student:
+    """`layers` of a llama-family verifier (`tensors`, `config`) as a model of its own.
+
+    Only the layers and the final norm are learned; the head is the rows `row_to_token` of the
+    verifier's output matrix, frozen as the embedding is. AdamW without weight decay.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        config: ModelConfig,
+        layers: Sequence[int],
+        row_to_token: Sequence[int],
+    ) -> None:
+        self._model = selected_model(tensors, config, layers)
+        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
+        self._head = mx.array(tensors(f"{head}.weight")[list(row_to_token)])
+        self._model.freeze()
+        for layer in self._model.model.layers:
+            layer.unfreeze()
+        self._model.model.norm.unfreeze()
+        self._optimiser = optim.AdamW(
+            1.0, betas=list(BETAS), eps=EPS, weight_decay=0.0, bias_correction=True
+        )
+        self._optimiser.init(self._model.trainable_parameters())
+        self._gradient = nn.value_and_grad(self._model, self._loss)
+
+    def begin_as(self, tensors: Mapping[str, Single]) -> None:
+        """Take these weights in place of the verifier's, with fresh moments."""
+        self._model.update(tree_unflatten([(k, mx.array(v)) for k, v in tensors.items()]))
+
+    def learn(self, batches: Sequence[Batch], rate: float) -> Learned:
+        """One optimiser step at learning rate `rate` on the mean loss of all `batches`."""
+        total = sum(len(batch.places) for batch in batches)
+        loss, right, sums = 0.0, 0, None
+        for batch in batches:
+            (part, hits), gradient = self._gradient(batch)
+            sums = gradient if sums is None else tree_map(mx.add, sums, gradient)
+            mx.eval(part, hits, sums)
+            loss += float(part)
+            right += int(hits)
+        self._optimiser.learning_rate = mx.array(rate)
+        self._optimiser.update(self._model, tree_map(lambda grad: grad / total, sums))
+        mx.eval(self._model.trainable_parameters(), self._optimiser.state)
+        return Learned(loss / total, total, right)
+
+    def judge(self, batches: Sequence[Batch]) -> Learned:
+        """Loss and right first choices on `batches`; nothing is learned."""
+        loss, right = 0.0, 0
+        for batch in batches:
+            part, hits = self._loss(batch)
+            loss += float(part)
+            right += int(hits)
+        total = sum(len(batch.places) for batch in batches)
+        return Learned(loss / total, total, right)
+
+    def gradients(self, batch: Batch) -> dict[str, Single]:
+        """Gradient of the summed loss of one batch, by parameter name."""
+        _, gradient = self._gradient(batch)
+        return {name: np.array(value) for name, value in tree_flatten(gradient)}
+
+    def weights(self) -> dict[str, Single]:
+        """The student's own tensors by Hugging Face name, layers numbered from 0."""
+        return {
+            name: np.array(value)
+            for name, value in tree_flatten(self._model.trainable_parameters())
+        }
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Weights and the optimiser's moments, exactly."""
+        moments = tree_flatten(self._optimiser.state)
+        return self.weights() | {_OPTIMISER + name: np.array(value) for name, value in moments}
+
+    def restore(self, state: State) -> None:
+        """Take back what `state` gave."""
+        cut = len(_OPTIMISER)
+        moments = [(k[cut:], mx.array(v)) for k, v in state.items() if k.startswith(_OPTIMISER)]
+        weights = [(k, mx.array(v)) for k, v in state.items() if not k.startswith(_OPTIMISER)]
+        self._model.update(tree_unflatten(weights))
+        self._optimiser.state = tree_unflatten(moments)
+
+    def _loss(self, batch: Batch) -> tuple[mx.array, mx.array]:
+        hidden = self._model.model(mx.array(batch.tokens))
+        learned = hidden.reshape(-1, hidden.shape[-1])[mx.array(batch.places)]
+        logits = learned @ self._head.T
+        weights = mx.array(batch.weights)
+        picked = (mx.take_along_axis(logits, mx.array(batch.rows), axis=1) * weights).sum()
+        loss = (mx.logsumexp(logits, axis=1) * weights.sum(axis=1)).sum() - picked
+        return loss, (logits.argmax(axis=1) == mx.array(batch.first)).sum()
