@@ -79,7 +79,9 @@ def request(
         recipe = Recipe(**chosen)
     except ValidationError as error:
         (first, *_) = error.errors()
-        raise BadRequest(f"{first['loc'][0]}: {first['msg'].lower()}, got {first['input']}") from None
+        raise BadRequest(
+            f"{first['loc'][0]}: {first['msg'].lower()}, got {first['input']}"
+        ) from None
     material = Material(tuple(texts), tuple(prompts))
     return Request(source, Effort(hours), material, recipe, work, output, start, as_json)
 

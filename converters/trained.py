@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from ondevice.artifact import SourceFile, file_sha256, replacing
+from ondevice.artifact import SourceFile, file_sha256
 from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
+from ondevice.converters.tensorfile import write_tensors
 from ondevice.errors import ArtifactError
 from ondevice.models.config import ModelConfig
 
@@ -100,8 +100,7 @@ def write_trained(
             stored[name] = values.astype(np.float32)
         else:
             stored[name], stored[name + _SCALE] = rounded(values)
-    with replacing(path) as scratch:
-        save_file(stored, scratch, {_HEADER: header.model_dump_json()})
+    write_tensors(path, stored, {_HEADER: header.model_dump_json()})
 
 
 def read_trained(path: Path) -> TrainedDrafter:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,22 +20,27 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ondevice.converters.checkpoint import Checkpoint
+from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
+from ondevice.converters.distil.checkpoints import load_checkpoint
 from ondevice.converters.distil.corpus import Batch, Batcher
 from ondevice.converters.distil.decoder import RowDecoder
 from ondevice.converters.distil.decoding import TOP, draw
+from ondevice.converters.distil.finish import WEIGHTS_FILE
 from ondevice.converters.distil.greedy import greedy_answers
 from ondevice.converters.distil.loops import loop_period, loop_start, without_loop
 from ondevice.converters.distil.material import Material
 from ondevice.converters.distil.recipe import Recipe
 from ondevice.converters.distil.run import Distillation, Effort
 from ondevice.converters.distil.shards import Text
-from ondevice.converters.distil.student import Student
+from ondevice.converters.distil.student import START_SCALE, Student
+from ondevice.converters.distil.training import STATE_FILE
 from ondevice.converters.parity import llama
+from ondevice.converters.trained import check_trained, read_trained
+from ondevice.errors import BadRequest, CacheUnwritable, UnsupportedModel
 
 RECIPE = Recipe(
     layers=(0, 1),
-    rows=256,
+    rows=384,
     question_tokens=12,
     answer_tokens=16,
     decode_rows=8,
@@ -40,6 +49,17 @@ RECIPE = Recipe(
     held_out=5,
 )
 SOME = Effort(data_tokens=600, train_tokens=4000)
+
+
+@pytest.fixture(scope="module")
+def model() -> tiny.TinyModel:
+    """More tokens than the tokenizer has: a student with fewer rows is possible."""
+    return tiny.tiny_model(vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: tiny.TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(tiny.write_folder(model, tmp_path_factory.mktemp("distil") / "llama"))
 
 
 def distillation(checkpoint: Checkpoint, work: Path, recipe: Recipe = RECIPE) -> Distillation:
@@ -72,8 +92,8 @@ def random_texts(count: int, vocab_size: int, seed: int = 0) -> list[Text]:
     return texts
 
 
-def small_student(tiny_model: tiny.TinyModel, rows: list[int]) -> Student:
-    return Student(tiny_model.tensors.__getitem__, tiny_model.config, (0, 1), rows)
+def small_student(model: tiny.TinyModel, rows: list[int]) -> Student:
+    return Student(model.tensors.__getitem__, model.config, (0, 1), rows)
 
 
 # --- loops ---------------------------------------------------------------------------------------
@@ -127,33 +147,35 @@ def test_draws_have_the_distribution_of_the_whole_vocabulary() -> None:
     assert np.abs(found - expected).max() < 3 / count + 1e-4
 
 
-def test_rows_decode_as_the_model_does_alone(tiny_model: tiny.TinyModel) -> None:
-    model = llama(tiny_model.config, tiny_model.tensors)
+def test_rows_decode_as_the_model_does_alone(model: tiny.TinyModel) -> None:
+    verifier = llama(model.config, model.tensors)
     prompts = [[1, 30, 40], [1, 7, 8, 9, 10, 11], [1, 99]]
-    decoder = RowDecoder(model, 2, 64, ())
+    decoder = RowDecoder(verifier, 2, 64, ())
     answers = greedy_answers(decoder, prompts, {0}, 12)
     for prompt, answer in zip(prompts, answers, strict=True):
         text = list(prompt)
         while len(text) < len(prompt) + 12 and (text[-1] != 0 or len(text) == len(prompt)):
-            text.append(int(model(mx.array([text]))[0, -1].argmax()))
+            text.append(int(verifier(mx.array([text]))[0, -1].argmax()))
         assert answer == text[len(prompt) :]
 
 
 # --- the loss and its gradient -------------------------------------------------------------------
 
 
-def test_loss_is_the_definition(tiny_model: tiny.TinyModel) -> None:
-    vocab = tiny_model.config.vocab_size
+def test_loss_is_the_definition(model: tiny.TinyModel) -> None:
+    vocab = model.config.vocab_size
     rows = sorted(np.random.default_rng(1).permutation(vocab)[:128].tolist())
     texts = random_texts(4, vocab)
     batcher = Batcher(texts, rows, vocab, first_choice_weight=0.3)
     batch = batcher.batch(range(4))
-    loss = small_student(tiny_model, rows).judge([batch]).loss
-    model = llama(tiny_model.config, tiny_model.tensors)
+    loss = small_student(model, rows).judge([batch]).loss
+    norm = "model.norm.weight"
+    scaled = model.tensors | {norm: model.tensors[norm] * START_SCALE}
+    scored = llama(model.config, scaled)
     total, count = 0.0, 0
     for text in texts:
         tokens = text.tokens.astype(int).tolist()
-        logits = np.array(model(mx.array([tokens]))[0], np.float64)[:, rows]
+        logits = np.array(scored(mx.array([tokens]))[0], np.float64)[:, rows]
         logits -= np.log(np.exp(logits).sum(1, keepdims=True))
         for place in range(text.start, len(tokens)):
             ids, p = text.top_tokens[place - text.start], text.top_logprobs[place - text.start]
@@ -171,10 +193,10 @@ def test_loss_is_the_definition(tiny_model: tiny.TinyModel) -> None:
     assert loss == pytest.approx(total / count, rel=1e-5)
 
 
-def test_gradient_is_the_slope_of_the_loss(tiny_model: tiny.TinyModel) -> None:
-    vocab = tiny_model.config.vocab_size
+def test_gradient_is_the_slope_of_the_loss(model: tiny.TinyModel) -> None:
+    vocab = model.config.vocab_size
     rows = list(range(0, 256))
-    student = small_student(tiny_model, rows)
+    student = small_student(model, rows)
     batch = Batcher(random_texts(6, vocab), rows, vocab, 0.3).batch(range(6))
     gradients = student.gradients(batch)
     weights = student.weights()
@@ -199,9 +221,9 @@ def _slope(
     return (found[0] - found[1]) / (2 * step)
 
 
-def test_only_the_layers_and_the_norm_learn(tiny_model: tiny.TinyModel) -> None:
-    vocab = tiny_model.config.vocab_size
-    student = small_student(tiny_model, list(range(256)))
+def test_only_the_layers_and_the_norm_learn(model: tiny.TinyModel) -> None:
+    vocab = model.config.vocab_size
+    student = small_student(model, list(range(256)))
     assert not any("embed" in name or "lm_head" in name for name in student.weights())
     batch = Batcher(random_texts(6, vocab), list(range(256)), vocab, 0.3).batch(range(6))
     before = student.judge([batch]).loss
@@ -210,11 +232,11 @@ def test_only_the_layers_and_the_norm_learn(tiny_model: tiny.TinyModel) -> None:
     assert student.judge([batch]).loss < before - 0.5
 
 
-def test_a_student_restored_goes_on_to_the_same_bits(tiny_model: tiny.TinyModel) -> None:
-    vocab, rows = tiny_model.config.vocab_size, list(range(256))
+def test_a_student_restored_goes_on_to_the_same_bits(model: tiny.TinyModel) -> None:
+    vocab, rows = model.config.vocab_size, list(range(256))
     batcher = Batcher(random_texts(12, vocab), rows, vocab, 0.3)
     batches = [batcher.batch([i, i + 1]) for i in range(0, 12, 2)]
-    one, other = small_student(tiny_model, rows), small_student(tiny_model, rows)
+    one, other = small_student(model, rows), small_student(model, rows)
     for batch in batches[:3]:
         one.learn([batch], 1e-3)
     other.restore(one.state())
@@ -234,40 +256,187 @@ sys.path[:0] = {path!r}
 import test_distil as t
 from ondevice.converters.checkpoint import open_checkpoint
 from ondevice.converters.distil.finish import write_drafter
-run = t.distillation(open_checkpoint(Path({model!r})), Path({work!r}))
+run = t.distillation(open_checkpoint(Path({model!r})), Path({work!r}), t.OFTEN)
 texts = run.make_data(t.SOME)
 student, position = run.train(texts, t.SOME)
 write_drafter(run, student, run.rows(texts))
 print("done", position.tokens)
 """
+OFTEN = RECIPE.model_copy(update={"shard_s": 0.05, "checkpoint_s": 0.05})
 
 
-def _start(model: Path, work: Path) -> subprocess.Popen[str]:
+def start_child(model: Path, work: Path) -> subprocess.Popen[str]:
     code = CHILD.format(path=sys.path, model=str(model), work=str(work))
-    environment = {**os.environ, "ONDEVICE_DISTIL_CHECKPOINT_S": "0"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, env=environment
-    )
+    return subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE)
+
+
+def finished(checkpoint: Checkpoint, work: Path) -> tuple[list[int], int]:
+    """Indices of the conversations in the shards, and tokens of the checkpoint."""
+    run = distillation(checkpoint, work, OFTEN)
+    indices = [text.index for text in run.texts()]
+    state = work / STATE_FILE
+    return indices, load_checkpoint(state)[1]["position"]["tokens"] if state.exists() else 0
 
 
 @pytest.mark.slow
-def test_ten_kills_cost_nothing_that_was_finished(
-    tiny_model: tiny.TinyModel, tmp_path: Path
-) -> None:
-    folder = tiny.write_folder(tiny_model, tmp_path / "model")
+def test_ten_kills_cost_nothing_that_was_finished(model: tiny.TinyModel, tmp_path: Path) -> None:
+    folder = tiny.write_folder(model, tmp_path / "model")
+    checkpoint, work = open_checkpoint(folder), tmp_path / "work"
     rng = np.random.default_rng(5)
-    work = tmp_path / "work"
-    kills = 0
-    for _ in range(40):
-        child = _start(folder, work)
-        time.sleep(1.5 + 3.0 * rng.random())
-        if child.poll() is None and kills < 10:
+    before: tuple[list[int], int] = ([], 0)
+    for kill in range(11):
+        child = start_child(folder, work)
+        if kill < 10:
+            _wait_for_more(child, checkpoint, work, before)
+            time.sleep(float(rng.random()))
             child.send_signal(signal.SIGKILL)
-            kills += 1
             child.wait()
-            continue
-        out, _ = child.communicate(timeout=120)
-        assert child.returncode == 0
-        assert out.startswith("done")
-        break
-    assert kills >= 5
+        else:
+            out, _ = child.communicate(timeout=300)
+            assert child.returncode == 0
+            assert out.startswith("done")
+        indices, tokens = finished(checkpoint, work)
+        assert indices[: len(before[0])] == before[0]
+        assert len(set(indices)) == len(indices)
+        assert tokens >= before[1]
+        before = indices, tokens
+    assert before[1] >= (SOME.train_tokens or 0)
+    drafter = read_trained(work / WEIGHTS_FILE)
+    check_trained(drafter, checkpoint)
+
+
+def _wait_for_more(
+    child: subprocess.Popen[str], checkpoint: Checkpoint, work: Path, before: tuple[list[int], int]
+) -> None:
+    """Until the child has put something on the disk, so that ten kills are spread over the run."""
+    until = time.monotonic() + 60
+    while child.poll() is None and time.monotonic() < until:
+        if work.exists() and (work / "recipe.json").exists():
+            indices, tokens = finished(checkpoint, work)
+            if len(indices) > len(before[0]) or tokens > before[1]:
+                return
+        time.sleep(0.05)
+
+
+def test_an_interrupted_run_ends_as_one_that_was_not(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    whole = distillation(checkpoint, tmp_path / "whole")
+    parts = distillation(checkpoint, tmp_path / "parts")
+    texts = whole.make_data(SOME)
+    shutil.copytree(tmp_path / "whole" / "own", tmp_path / "parts" / "own", dirs_exist_ok=True)
+    expected, _ = whole.train(texts, SOME)
+    with pytest.raises(_Enough), pytest.MonkeyPatch.context() as patch:
+        _stop_after(patch, 3)
+        parts.train(texts, SOME)
+    found, position = distillation(checkpoint, tmp_path / "parts").train(texts, SOME)
+    assert position.steps > 3
+    for name, value in expected.weights().items():
+        np.testing.assert_array_equal(value, found.weights()[name], err_msg=name)
+
+
+class _Enough(Exception):
+    """Ends a run as a signal would."""
+
+
+def _stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
+    learn, done = Student.learn, []
+
+    def counted(self: Student, *arguments: Any) -> Any:
+        if len(done) == steps:
+            raise _Enough
+        done.append(1)
+        return learn(self, *arguments)
+
+    patch.setattr(Student, "learn", counted)
+
+
+def test_data_made_in_parts_asks_nothing_twice(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    little = replace(SOME, data_tokens=200)
+    first = distillation(checkpoint, tmp_path / "work").make_data(little)
+    again = distillation(checkpoint, tmp_path / "work").make_data(little)
+    assert [text.index for text in first] == [text.index for text in again]
+    more = distillation(checkpoint, tmp_path / "work").make_data(SOME)
+    indices = [text.index for text in more]
+    assert indices[: len(first)] == [text.index for text in first]
+    assert len(set(indices)) == len(indices)
+    questions = [tuple(text.tokens[: text.start].tolist()) for text in more]
+    assert len(set(questions)) == len(questions)
+    assert sum(len(text.tokens) - text.start for text in more) >= 600
+    for text in more:
+        assert len(text.top_tokens) == len(text.tokens) - text.start
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_named_and_loses_nothing(
+    checkpoint: Checkpoint, small_disk: Callable[[int], Path]
+) -> None:
+    disk = small_disk(400_000)
+    work = disk / "work"
+    with pytest.raises(CacheUnwritable, match="full|space"):
+        distillation(checkpoint, work, OFTEN).make_data(replace(SOME, data_tokens=100_000))
+    kept = {path: path.read_bytes() for path in (work / "own").iterdir()}
+    assert all(path.name.startswith("data-") for path in kept)
+    run = distillation(checkpoint, work, OFTEN)
+    assert len(run.texts()) > 0
+    with pytest.raises(CacheUnwritable, match="full|space"):
+        run.train(run.texts(), SOME)
+    assert {path: path.read_bytes() for path in (work / "own").iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    ("effort", "message"),
+    [
+        (Effort(hours=0), "hours: expected more than 0, got 0"),
+        (Effort(hours=-1), "hours: expected more than 0, got -1"),
+        (Effort(hours=float("nan")), "hours: expected more than 0, got nan"),
+        (Effort(data_tokens=5), "got neither"),
+    ],
+)
+def test_no_effort_is_refused(effort: Effort, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        effort.checked()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 1024}, "at most the 400 tokens"),
+        ({"rows": 200}, "multiple of 128, got 200"),
+        ({"layers": (0, 9)}, "from 0 to 1"),
+        ({"layers": (1, 0)}, "ascending"),
+    ],
+)
+def test_impossible_recipes_are_refused_before_any_work(
+    change: dict[str, Any], message: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    recipe = RECIPE.model_copy(update=change)
+    with pytest.raises(BadRequest, match=message):
+        Distillation(checkpoint, recipe, Material(), tmp_path / "work", quiet=True).claim()
+    assert not (tmp_path / "work" / "own").exists()
+
+
+def test_a_model_without_a_chat_template_is_refused(model: tiny.TinyModel, tmp_path: Path) -> None:
+    folder = tiny.write_folder(model, tmp_path / "base")
+    settings_file = folder / "tokenizer_config.json"
+    content = json.loads(settings_file.read_text())
+    del content["chat_template"]
+    settings_file.write_text(json.dumps(content))
+    with pytest.raises(UnsupportedModel, match="no chat template"):
+        distillation(open_checkpoint(folder), tmp_path / "work")
+
+
+def test_text_that_is_no_utf_8_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes("caf\xe9".encode("latin-1"))
+    run = Distillation(checkpoint, RECIPE, Material(texts=(file,)), tmp_path / "w", quiet=True)
+    with pytest.raises(BadRequest, match="not UTF-8: byte 3 is 0xe9"):
+        run.claim()
+
+
+def test_another_runs_folder_is_not_taken(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    distillation(checkpoint, tmp_path / "work")
+    with pytest.raises(BadRequest, match="another distillation"):
+        distillation(checkpoint, tmp_path / "work", RECIPE.model_copy(update={"seed": 1}))

@@ -13,8 +13,13 @@ import torch
 import torch.nn.functional as F
 
 MATRICES = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
 )
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -44,30 +49,40 @@ class TorchStudent:
         c, s = self.cos[:n], self.sin[:n]
         return torch.cat([a * c - b * s, b * c + a * s], -1).to(self.dtype)
 
-    def hidden(self, tokens):
+    def hidden(self, tokens, places):
+        """Normed output at the flat `places`; the last layer's MLP runs on those alone."""
         c = self.config
-        B, T = tokens.shape
-        H, KV, hd = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-        x = self.embed[tokens].float()
+        texts, length = tokens.shape
+        heads, size = c["num_attention_heads"], c["head_dim"]
+        group = heads // c["num_key_value_heads"]
+        unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
+        x = self.embed[tokens].float().view(texts * length, -1)
         for i in range(c["num_hidden_layers"]):
             p = f"model.layers.{i}."
             y = self._norm(x, p + "input_layernorm")
-            q = self._rope(F.linear(y, self._w(p + "self_attn.q_proj")).view(B, T, H, hd).transpose(1, 2))
-            k = self._rope(F.linear(y, self._w(p + "self_attn.k_proj")).view(B, T, KV, hd).transpose(1, 2))
-            v = F.linear(y, self._w(p + "self_attn.v_proj")).view(B, T, KV, hd).transpose(1, 2)
-            g = H // KV
-            k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + F.linear(a.transpose(1, 2).reshape(B, T, H * hd), self._w(p + "self_attn.o_proj"))
+            q, k, v = (
+                F.linear(y, self._w(f"{p}self_attn.{n}_proj"))
+                .view(texts, length, -1, size)
+                .transpose(1, 2)
+                for n in "qkv"
+            )
+            q, k = self._rope(q), self._rope(k)
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            scores = (q @ k.transpose(2, 3)).float() * size**-0.5
+            a = scores.masked_fill(unseen, -torch.inf).softmax(-1).to(self.dtype) @ v
+            a = a.transpose(1, 2).reshape(texts * length, heads * size)
+            if i == c["num_hidden_layers"] - 1:
+                x, a = x[places], a[places]
+            x = x + F.linear(a, self._w(p + "self_attn.o_proj"))
             y = self._norm(x, p + "post_attention_layernorm")
-            z = F.silu(F.linear(y, self._w(p + "mlp.gate_proj"))) * F.linear(y, self._w(p + "mlp.up_proj"))
+            z = F.silu(F.linear(y, self._w(p + "mlp.gate_proj")))
+            z = z * F.linear(y, self._w(p + "mlp.up_proj"))
             x = x + F.linear(z, self._w(p + "mlp.down_proj"))
         return self._norm(x, "model.norm")
 
     def loss(self, batch, chunk=1024):
         """Summed loss of a batch; backward is run inside for the head, to bound memory."""
-        h = self.hidden(torch.from_numpy(batch.tokens))
-        flat = h.reshape(-1, h.shape[-1])[torch.from_numpy(batch.places)]
+        flat = self.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.places))
         leaf = flat.detach().requires_grad_(True)
         rows, weights = torch.from_numpy(batch.rows), torch.from_numpy(batch.weights)
         total, right = 0.0, 0
@@ -126,6 +141,7 @@ class TorchLearner:
             for k, p in self.student.p.items():
                 self._update(k, p, p.grad / total, rate)
         from ondevice.converters.distil.learner import Learned
+
         return Learned(loss / total, total, right)
 
     def _update(self, k, p, g, rate):
@@ -143,16 +159,23 @@ class TorchLearner:
 
     def judge(self, batches):
         from ondevice.converters.distil.learner import Learned
+
         loss, right, total = 0.0, 0, 0
         with torch.no_grad():
             for b in batches:
-                h = self.student.hidden(torch.from_numpy(b.tokens))
-                h = h.reshape(-1, h.shape[-1])[torch.from_numpy(b.places)]
+                h = self.student.hidden(torch.from_numpy(b.tokens), torch.from_numpy(b.places))
                 for s in range(0, len(h), 1024):
-                    logits = F.linear(h[s:s + 1024], self.student.head).float()
-                    r, w = torch.from_numpy(b.rows[s:s + 1024]), torch.from_numpy(b.weights[s:s + 1024])
-                    loss += float((logits.logsumexp(1) * w.sum(1)).sum() - (logits.gather(1, r) * w).sum())
-                    right += int((logits.argmax(1) == torch.from_numpy(b.first[s:s + 1024])).sum())
+                    logits = F.linear(h[s : s + 1024], self.student.head).float()
+                    r, w = (
+                        torch.from_numpy(b.rows[s : s + 1024]),
+                        torch.from_numpy(b.weights[s : s + 1024]),
+                    )
+                    loss += float(
+                        (logits.logsumexp(1) * w.sum(1)).sum() - (logits.gather(1, r) * w).sum()
+                    )
+                    right += int(
+                        (logits.argmax(1) == torch.from_numpy(b.first[s : s + 1024])).sum()
+                    )
                 total += len(b.places)
         return Learned(loss / total, total, right)
 

@@ -131,8 +131,6 @@ def read_card(path: Path) -> dict[str, Any]:
     return found
 
 
-
-
 def _pace(tok_s: float | None) -> str:
     return f" ({tok_s:.0f} a second)" if tok_s else ""
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from ondevice.artifact import replacing
+from ondevice.converters.tensorfile import write_tensors
 from ondevice.errors import ArtifactError
 
 _NOTES = "notes"
@@ -26,14 +23,7 @@ def save_checkpoint(
 
     The old checkpoint stays until the new one is on the disk.
     """
-    with replacing(path) as scratch:
-        save_file(
-            {name: np.ascontiguousarray(value) for name, value in tensors.items()},
-            scratch,
-            {_NOTES: json.dumps(notes, sort_keys=True)},
-        )
-        with scratch.open("rb") as file:
-            os.fsync(file.fileno())
+    write_tensors(path, tensors, {_NOTES: json.dumps(notes, sort_keys=True)})
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:

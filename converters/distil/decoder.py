@@ -10,7 +10,7 @@ import numpy as np
 from ondevice.converters.distil.decoding import TOP, Floats, Ints, Step, draw
 
 if TYPE_CHECKING:
-    from mlx.nn import Module
+    from mlx.nn.layers.base import Module
 
 _SLOT_STEP = 64  # attention reads slots up to the longest row, rounded up to so many
 _CHUNK = 128  # the TOP best of a row lie in its TOP best chunks
@@ -91,7 +91,7 @@ class RowDecoder:
 def _top(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Tokens and logits of the TOP best of each row, falling; logits (rows, vocab)."""
     rows, vocab = logits.shape
-    padded = mx.pad(logits, ((0, 0), (0, -vocab % _CHUNK)), constant_values=-mx.inf)
+    padded = mx.pad(logits, [(0, 0), (0, -vocab % _CHUNK)], constant_values=-mx.inf)
     chunks = padded.reshape(rows, -1, _CHUNK)
     count = min(TOP, chunks.shape[1])
     best = mx.argpartition(-chunks.max(axis=2), count - 1, axis=1)[:, :count]

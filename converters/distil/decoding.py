@@ -74,9 +74,9 @@ def draw(
     reach = np.exp(top_logits / safe[:, None] - log_sums[:, None]).cumsum(axis=1)
     greedy = temperatures == 0
     place = np.where(greedy, 0, (reach <= chances[:, None]).sum(axis=1))
-    tokens = np.take_along_axis(
-        top_tokens, np.minimum(place, reach.shape[1] - 1)[:, None], axis=1
-    )[:, 0]
+    tokens = np.take_along_axis(top_tokens, np.minimum(place, reach.shape[1] - 1)[:, None], axis=1)[
+        :, 0
+    ]
     for row in np.flatnonzero(place == reach.shape[1]):
         rest = np.exp(row_logits(int(row)) / safe[row] - log_sums[row])
         rest[top_tokens[row]] = 0

@@ -81,7 +81,7 @@ def drafter_model(
     from dataclasses import replace
 
     import mlx.core as mx
-    import mlx.nn as nn
+    from mlx.nn.layers.linear import Linear
     from mlx_lm.models.llama import Model as Llama
 
     layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers"))
@@ -91,7 +91,7 @@ def drafter_model(
     model = Llama(args)
     embedding = verifier.model.embed_tokens.weight
     head = embedding if verifier.args.tie_word_embeddings else verifier.lm_head.weight
-    model.lm_head = nn.Linear(args.hidden_size, len(row_to_token), bias=False)
+    model.lm_head = Linear(args.hidden_size, len(row_to_token), bias=False)
     own = {name: mx.array(value) for name, value in tensors.items()}
     own["model.embed_tokens.weight"] = embedding
     own["lm_head.weight"] = head[mx.array(list(row_to_token))]

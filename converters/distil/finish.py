@@ -97,9 +97,7 @@ def peak_memory_bytes() -> int:
     return found if sys.platform == "darwin" else found * 1024
 
 
-def _measure(
-    run: Distillation, drafter: TrainedDrafter, passages: Sequence[Passage]
-) -> Tables:
+def _measure(run: Distillation, drafter: TrainedDrafter, passages: Sequence[Passage]) -> Tables:
     model = drafter_model(run.verifier, drafter.row_to_token, drafter.tensors)
     return evaluate(run.verifier, model, drafter.row_to_token, passages)
 

@@ -32,7 +32,8 @@ def _answer_some(
         going = [
             row
             for row, text in enumerate(texts)
-            if fed[row] < len(text) and not (len(text) >= ends[row] or _ended(text, prompts[row], stops))
+            if fed[row] < len(text)
+            and not (len(text) >= ends[row] or _ended(text, prompts[row], stops))
         ]
         if not going:
             return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,8 +56,8 @@ class OwnQuestions:
     seed: int
     script: Script
     limits: Limits
-    openings: dict[str, Sequence[tuple[int, ...]]]
-    shares: dict[str, float]
+    openings: Mapping[str, Sequence[tuple[int, ...]]]
+    shares: Mapping[str, float]
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -68,7 +68,8 @@ class OwnQuestions:
     def longest(self) -> int:
         """Prefix, longest question, turn, longest answer."""
         fixed = len(self.script.prefix) + len(self.script.turn)
-        return fixed + self.limits.question + self.limits.answer + 1
+        opening = max(len(tokens) for texts in self.openings.values() for tokens in texts)
+        return fixed + max(self.limits.question, opening) + self.limits.answer + 1
 
     def begin(self, index: int) -> Started | None:
         """Conversation `index`; there is no end of them."""

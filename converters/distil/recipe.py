@@ -17,10 +17,11 @@ RECIPE_FILE = "recipe.json"
 class Recipe(BaseModel):
     """Every choice with its default; models/README.md has the experiment behind each.
 
-    layers: of the verifier, that the student begins as; None takes the first two and the last.
+    layers: of the verifier, that the student begins as; None takes the first three.
     rows: output rows. first_choice_weight: share of the loss that is cross-entropy on the
     verifier's first choice. data_share: of the hours, for making data. decode_rows: texts made side
-    by side. held_out: one text in so many is for validation.
+    by side. held_out: one text in so many is for validation. shard_s, checkpoint_s: seconds
+    of work that a kill can cost, of data and of training.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,18 +32,20 @@ class Recipe(BaseModel):
     rate: float = Field(default=1.5e-3, gt=0)
     descent: float = Field(default=0.4, gt=0, le=1)
     batch_tokens: int = Field(default=2048, gt=0)
-    step_tokens: int = Field(default=4096, gt=0)
+    step_tokens: int = Field(default=2048, gt=0)
     data_share: float = Field(default=0.45, gt=0, lt=1)
     question_tokens: int = Field(default=160, gt=0)
     answer_tokens: int = Field(default=256, gt=0)
     decode_rows: int = Field(default=64, gt=0)
     held_out: int = Field(default=40, gt=1)
+    shard_s: float = Field(default=60.0, gt=0)
+    checkpoint_s: float = Field(default=120.0, gt=0)
     seed: int = Field(default=0, ge=0)
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
         """The student's layers for a verifier of `num_layers`; BadRequest for impossible ones."""
         if self.layers is None:
-            return tuple(sorted({0, min(1, num_layers - 1), num_layers - 1}))
+            return tuple(range(min(3, num_layers)))
         if sorted(set(self.layers)) != list(self.layers) or not self.layers:
             raise BadRequest(f"layers: expected ascending indices, got {list(self.layers)}")
         if self.layers[0] < 0 or self.layers[-1] >= num_layers:

@@ -177,10 +177,14 @@ class Distillation:
                 words = f"{made.learned_tokens:,} tokens of {made.conversations:,} texts, "
                 watch.update(min(progress(made), 1.0), words + f"{pace:.0f} tok/s")
 
-            maker = _LazyDecoder(self, plan)
-            return Maker(
-                maker, plan, self.shards(name), self.checkpoint.config.vocab_size
-            ).run(lambda made: progress(made) < 1, report)
+            maker = Maker(
+                decoder=_LazyDecoder(self, plan),
+                plan=plan,
+                shards=self.shards(name),
+                vocab_size=self.checkpoint.config.vocab_size,
+                shard_s=self.recipe.shard_s,
+            )
+            return maker.run(lambda made: progress(made) < 1, report)
 
     def rows(self, texts: Sequence[Text]) -> list[int]:
         """The student's output rows: those of the start, or chosen once and kept."""
@@ -228,7 +232,7 @@ class Distillation:
             self._validation(Batcher(held, rows, vocab, share)),
             Schedule(self.recipe.rate, descent=self.recipe.descent),
             Budget(effort.train_tokens, seconds),
-            Pace(self.recipe.batch_tokens, self.recipe.step_tokens, seed=self.recipe.seed),
+            self._pace(),
             self.work,
         )
         training.resume()
@@ -238,6 +242,15 @@ class Distillation:
                 watch.update(training.progress(), _words(position))
 
             return student, training.run(report)
+
+    def _pace(self) -> Pace:
+        recipe = self.recipe
+        return Pace(
+            batch_tokens=recipe.batch_tokens,
+            step_tokens=recipe.step_tokens,
+            checkpoint_s=recipe.checkpoint_s,
+            seed=recipe.seed,
+        )
 
     def _validation(self, batcher: Batcher) -> list[Batch]:
         batches: list[Batch] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
-from ondevice.artifact import replacing
 from ondevice.converters.distil.conversation import Conversation
+from ondevice.converters.tensorfile import write_tensors
 from ondevice.errors import BadRequest
 
 _PATTERN = "data-{:06d}.safetensors"
@@ -83,10 +81,7 @@ class ShardFolder:
         """
         path = self._folder / _PATTERN.format(len(self.paths()))
         notes = {"identity": self._identity, "seconds": f"{seconds:.3f}"}
-        with replacing(path) as scratch:
-            save_file(_columns(kept, dropped, vocab_size), scratch, notes)
-            with scratch.open("rb") as file:
-                os.fsync(file.fileno())
+        write_tensors(path, _columns(kept, dropped, vocab_size), notes)
         return path
 
     def seconds(self) -> float:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import numpy.typing as npt
+from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ondevice.converters.distil.corpus import Batch
@@ -20,6 +20,12 @@ from ondevice.models.drafter_weights import Tensors
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
+START_SCALE = 0.25
+"""On the final norm's gain when training begins: a few layers alone are sure of the wrong tokens.
+
+SmolLM2's layers 0, 1, 2 begin at a loss of 17.2 as they are, 9.7 at a half, 7.8 at 0.3, 8.0 at 0.15.
+"""
+
 _OPTIMISER = "optimiser."
 
 
@@ -38,6 +44,7 @@ class Student:
         row_to_token: Sequence[int],
     ) -> None:
         self._model = selected_model(tensors, config, layers)
+        self._model.model.norm.weight = self._model.model.norm.weight * START_SCALE
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._head = mx.array(tensors(f"{head}.weight")[list(row_to_token)])
         self._model.freeze()
@@ -48,7 +55,7 @@ class Student:
             1.0, betas=list(BETAS), eps=EPS, weight_decay=0.0, bias_correction=True
         )
         self._optimiser.init(self._model.trainable_parameters())
-        self._gradient = nn.value_and_grad(self._model, self._loss)
+        self._gradient = value_and_grad(self._model, self._loss)
 
     def begin_as(self, tensors: Mapping[str, Single]) -> None:
         """Take these weights in place of the verifier's, with fresh moments."""
@@ -82,19 +89,16 @@ class Student:
     def gradients(self, batch: Batch) -> dict[str, Single]:
         """Gradient of the summed loss of one batch, by parameter name."""
         _, gradient = self._gradient(batch)
-        return {name: np.array(value) for name, value in tree_flatten(gradient)}
+        return _named(gradient)
 
     def weights(self) -> dict[str, Single]:
         """The student's own tensors by Hugging Face name, layers numbered from 0."""
-        return {
-            name: np.array(value)
-            for name, value in tree_flatten(self._model.trainable_parameters())
-        }
+        return _named(self._model.trainable_parameters())
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Weights and the optimiser's moments, exactly."""
-        moments = tree_flatten(self._optimiser.state)
-        return self.weights() | {_OPTIMISER + name: np.array(value) for name, value in moments}
+        moments = _named(self._optimiser.state)
+        return self.weights() | {_OPTIMISER + name: value for name, value in moments.items()}
 
     def restore(self, state: State) -> None:
         """Take back what `state` gave."""
@@ -112,3 +116,8 @@ class Student:
         picked = (mx.take_along_axis(logits, mx.array(batch.rows), axis=1) * weights).sum()
         loss = (mx.logsumexp(logits, axis=1) * weights.sum(axis=1)).sum() - picked
         return loss, (logits.argmax(axis=1) == mx.array(batch.first)).sum()
+
+
+def _named(tree: Any) -> dict[str, npt.NDArray[Any]]:
+    """Arrays of a tree by their dotted paths."""
+    return {name: np.array(value) for name, value in dict(tree_flatten(tree)).items()}

@@ -109,9 +109,9 @@ class Training:
         try:
             while self.progress() < 1 and not self._stalled():
                 begun = time.monotonic()
-                step = self._next_step(batches)
+                step, after = self._next_step(batches)
                 learned = self.learner.learn(step, self.schedule.at(self.progress()))
-                self._advance(step, learned)
+                self._advance(step, after, learned)
                 self._validate_if_due()
                 self.position.seconds += time.monotonic() - begun
                 report(self.position, learned)
@@ -140,16 +140,22 @@ class Training:
                 yield epoch, place + 1, order[place]
             epoch, first = epoch + 1, 0
 
-    def _next_step(self, batches: Iterator[tuple[int, int, list[int]]]) -> list[Batch]:
+    def _next_step(
+        self, batches: Iterator[tuple[int, int, list[int]]]
+    ) -> tuple[list[Batch], tuple[int, int]]:
+        """Batches of one step, and the epoch and batch at which the next one begins."""
         step: list[Batch] = []
+        after = (self.position.epoch, self.position.batch)
         most = self.pace.step_tokens - self.pace.batch_tokens // 2
         while not step or sum(batch.tokens.size for batch in step) < most:
-            self.position.epoch, self.position.batch, places = next(batches)
+            epoch, batch, places = next(batches)
+            after = (epoch, batch)
             step.append(self.batcher.batch(places))
-        return step
+        return step, after
 
-    def _advance(self, step: Sequence[Batch], learned: Learned) -> None:
+    def _advance(self, step: Sequence[Batch], after: tuple[int, int], learned: Learned) -> None:
         position = self.position
+        position.epoch, position.batch = after
         position.steps += 1
         position.tokens += sum(batch.seen for batch in step)
         keep = 0.95 if position.steps > 1 else 0.0
