@@ -22,7 +22,7 @@ def write_tensors(
     Raises CacheUnwritable when the disk is full or cannot be written to. (The library's own writer
     hides the error's number.)
     """
-    whole = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    whole = {name: np.asarray(value, order="C") for name, value in tensors.items()}
     content = save(whole, dict(notes))
     with replacing(path) as scratch, scratch.open("wb") as file:
         file.write(content)

@@ -188,7 +188,7 @@ class TorchLearner:
         return s | {"v." + k: v.numpy().copy() for k, v in self.v.items()}
 
     def restore(self, state):
-        self.t = int(state["t"])
+        self.t = int(np.asarray(state["t"]).reshape(-1)[0])
         with torch.no_grad():
             for k, p in self.student.p.items():
                 p.copy_(torch.from_numpy(np.array(state[k])))

@@ -18,6 +18,9 @@ from ondevice.converters.parity import selected_model
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_weights import Tensors
 
+HEAD_ROWS = 256
+"""Targets whose logits are in memory at a time."""
+
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 START_SCALE = 0.25
@@ -55,7 +58,7 @@ class Student:
             1.0, betas=list(BETAS), eps=EPS, weight_decay=0.0, bias_correction=True
         )
         self._optimiser.init(self._model.trainable_parameters())
-        self._gradient = value_and_grad(self._model, self._loss)
+        self._gradient = value_and_grad(self._model, self._surrogate)
 
     def begin_as(self, tensors: Mapping[str, Single]) -> None:
         """Take these weights in place of the verifier's, with fresh moments."""
@@ -66,7 +69,7 @@ class Student:
         total = sum(len(batch.places) for batch in batches)
         loss, right, sums = 0.0, 0, None
         for batch in batches:
-            (part, hits), gradient = self._gradient(batch)
+            (_, part, hits), gradient = self._gradient(batch)
             sums = gradient if sums is None else tree_map(mx.add, sums, gradient)
             mx.eval(part, hits, sums)
             loss += float(part)
@@ -80,7 +83,7 @@ class Student:
         """Loss and right first choices on `batches`; nothing is learned."""
         loss, right = 0.0, 0
         for batch in batches:
-            part, hits = self._loss(batch)
+            _, part, hits = self._surrogate(batch)
             loss += float(part)
             right += int(hits)
         total = sum(len(batch.places) for batch in batches)
@@ -108,14 +111,47 @@ class Student:
         self._model.update(tree_unflatten(weights))
         self._optimiser.state = tree_unflatten(moments)
 
-    def _loss(self, batch: Batch) -> tuple[mx.array, mx.array]:
-        hidden = self._model.model(mx.array(batch.tokens))
-        learned = hidden.reshape(-1, hidden.shape[-1])[mx.array(batch.places)]
-        logits = learned @ self._head.T
-        weights = mx.array(batch.weights)
-        picked = (mx.take_along_axis(logits, mx.array(batch.rows), axis=1) * weights).sum()
-        loss = (mx.logsumexp(logits, axis=1) * weights.sum(axis=1)).sum() - picked
-        return loss, (logits.argmax(axis=1) == mx.array(batch.first)).sum()
+    def _hidden(self, batch: Batch) -> mx.array:
+        """Normed output at the batch's places; the last layer's MLP runs on those alone."""
+        network = self._model.model
+        x = network.embed_tokens(mx.array(batch.tokens))
+        for layer in network.layers[:-1]:
+            x = layer(x, "causal")
+        last = network.layers[-1]
+        x = x + last.self_attn(last.input_layernorm(x), "causal")
+        x = x.reshape(-1, x.shape[-1])[mx.array(batch.places)]
+        return network.norm(x + last.mlp(last.post_attention_layernorm(x)))
+
+    def _surrogate(self, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
+        """A number whose gradient is the loss's, the summed loss, and right first choices.
+
+        The loss's slope at the hidden states is known in closed form (softmax less target): logits
+        live for one chunk of rows only, and each is raised to a power once, which is what takes the
+        time on a CPU (13 ns).
+        """
+        hidden = self._hidden(batch)
+        slopes, loss, right = self._head_slopes(mx.stop_gradient(hidden), batch)
+        return (hidden * mx.stop_gradient(slopes)).sum(), loss, right
+
+    def _head_slopes(self, hidden: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
+        slopes, loss, right = [], mx.array(0.0), mx.array(0)
+        for first in range(0, len(batch.places), HEAD_ROWS):
+            part = slice(first, first + HEAD_ROWS)
+            rows, weights = mx.array(batch.rows[part]), mx.array(batch.weights[part])
+            mass = weights.sum(axis=1, keepdims=True)
+            logits = hidden[part] @ self._head.T
+            right = right + (logits.argmax(axis=1) == mx.array(batch.first[part])).sum()
+            top = logits.max(axis=1, keepdims=True)
+            share = mx.exp(logits - top)
+            total = share.sum(axis=1, keepdims=True)
+            picked = (mx.take_along_axis(logits, rows, axis=1) * weights).sum()
+            loss = loss + ((top + mx.log(total)) * mass).sum() - picked
+            slope = share * (mass / total)
+            # Rows that stand in for tokens without one weigh nothing, so what is added may repeat.
+            slope = slope.at[mx.arange(len(mass))[:, None], rows].add(-weights)
+            slopes.append(slope @ self._head)
+            mx.eval(slopes[-1], loss, right)
+        return mx.concatenate(slopes), loss, right
 
 
 def _named(tree: Any) -> dict[str, npt.NDArray[Any]]:
