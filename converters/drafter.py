@@ -57,11 +57,12 @@ def convert_drafter(
 ) -> DrafterManifest:
     """Write the drafter at `folder`, whole or not at all.
 
-    It is made of `layers` of `checkpoint`, or is the one that `trained` holds. One package holds a function for each row count (rows a step) and context size (slots). The
-    embedding is referred to in `verifier_folder` when the verifier stores the same values. Raises
-    BadRequest for impossible layers or sizes, ArtifactError for a verifier with another tokenizer,
-    UnsupportedModel when a weight does not fit fp16, RuntimeFailure when the package does not
-    compute what mlx-lm does.
+    It is made of `layers` of `checkpoint`, or is the one that `trained` holds. One package holds a
+    function for each row count (rows a step) and context size (slots). The embedding is referred to
+    in `verifier_folder` when the verifier stores the same values. Raises BadRequest for impossible
+    layers or sizes, ArtifactError for a verifier with another tokenizer or a trained drafter of
+    another verifier, UnsupportedModel when a weight does not fit fp16, RuntimeFailure when the
+    package does not compute what mlx-lm does.
     """
     network = _Network.trained(checkpoint, trained) if trained else _Network.cut(checkpoint, layers)
     _check_sizes(row_counts, context_sizes)

@@ -74,9 +74,9 @@ def write_pair(
 ) -> PairManifest:
     """Convert `checkpoint` to a pair at `folder`, whole or not at all.
 
-    The drafter is cut from the same model, or taught on it (`recipe.trained`, a path); without `verifier` that one is float32. A pair that is
-    there is replaced; BadRequest when `folder` holds anything else. Says on stderr what it does,
-    unless `quiet`.
+    The drafter is cut from the same model, or was taught on it (`drafter.trained`); without
+    `verifier` that one is float32. A pair that is there is replaced; BadRequest when `folder` holds
+    anything else. Says on stderr what it does, unless `quiet`.
     """
     if folder.exists() and not (folder / PAIR_FILE).is_file() and not _is_empty(folder):
         raise BadRequest(

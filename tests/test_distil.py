@@ -326,9 +326,10 @@ def test_an_interrupted_run_ends_as_one_that_was_not(
     texts = whole.make_data(SOME)
     shutil.copytree(tmp_path / "whole" / "own", tmp_path / "parts" / "own", dirs_exist_ok=True)
     expected, _ = whole.train(texts, SOME)
-    with pytest.raises(_Enough), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         _stop_after(patch, 3)
-        parts.train(texts, SOME)
+        with pytest.raises(_Enough):
+            parts.train(texts, SOME)
     found, position = distillation(checkpoint, tmp_path / "parts").train(texts, SOME)
     assert position.steps > 3
     for name, value in expected.weights().items():
@@ -375,13 +376,13 @@ def test_a_full_disk_is_named_and_loses_nothing(
 ) -> None:
     disk = small_disk(400_000)
     work = disk / "work"
-    with pytest.raises(CacheUnwritable, match="full|space"):
+    with pytest.raises(CacheUnwritable, match=r"full|space"):
         distillation(checkpoint, work, OFTEN).make_data(replace(SOME, data_tokens=100_000))
     kept = {path: path.read_bytes() for path in (work / "own").iterdir()}
     assert all(path.name.startswith("data-") for path in kept)
     run = distillation(checkpoint, work, OFTEN)
     assert len(run.texts()) > 0
-    with pytest.raises(CacheUnwritable, match="full|space"):
+    with pytest.raises(CacheUnwritable, match=r"full|space"):
         run.train(run.texts(), SOME)
     assert {path: path.read_bytes() for path in (work / "own").iterdir()} == kept
 

@@ -51,7 +51,10 @@ def make_card(
     framework: str = "MLX",
     prompts: int | None = None,
 ) -> Card:
-    """Measure `drafter` and write its card in the work folder; `prompts` limits the held-out ones."""
+    """Measure `drafter` and write its card in the work folder.
+
+    prompts: as many of the held-out ones, all by default.
+    """
     sets = _sets(run, prompts)
     with Watch("Measuring acceptance", run.quiet):
         acceptance = {name: _measure(run, drafter, passages) for name, passages in sets.items()}

@@ -1,4 +1,4 @@
-"""The data maker: keeps every row of a decoder busy with a conversation, and stores what is good."""
+"""The data maker: keeps every row of a decoder busy with a conversation, stores what is good."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WINDOW_TOKENS = 256
 _LEAST_WINDOW = 16
 HELD_OUT_PART = 10
-"""One part in so many of a text, its last one, is never trained on and is what the card measures."""
+"""One part in so many of a text, its last one, is never trained on: the card measures it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ _WORDS = "@@the user's words@@"
 
 
 def chat_script(tokenizer: PreTrainedTokenizerBase, stops: Iterable[int], label: str) -> Script:
-    """The template of `tokenizer` as tokens; UnsupportedModel, naming `label`, without a usable one.
+    """The template of `tokenizer` as tokens.
 
-    stops: token ids that end the verifier's texts.
+    stops: token ids that end the verifier's texts. Raises UnsupportedModel, naming `label`, when
+    there is no template, or none that shows where the user's words are.
     """
     if not tokenizer.chat_template:
         raise UnsupportedModel(

@@ -23,8 +23,8 @@ _PATTERN = "data-{:06d}.safetensors"
 class Text:
     """One text to learn from.
 
-    tokens (n,), unsigned; targets are the distributions of tokens[start:]: top_tokens and top_logprobs,
-    (n - start, TOP).
+    tokens (n,), unsigned; targets are the distributions of tokens[start:]: top_tokens and
+    top_logprobs, (n - start, TOP).
     """
 
     index: int

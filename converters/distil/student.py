@@ -26,7 +26,8 @@ EPS = 1e-8
 START_SCALE = 0.25
 """On the final norm's gain when training begins: a few layers alone are sure of the wrong tokens.
 
-SmolLM2's layers 0, 1, 2 begin at a loss of 17.2 as they are, 9.7 at a half, 7.8 at 0.3, 8.0 at 0.15.
+SmolLM2's layers 0, 1, 2 begin at a loss of 17.2 as they are, 9.7 at a half, 7.8 at 0.3, 8.0 at
+0.15.
 """
 
 _OPTIMISER = "optimiser."
@@ -113,14 +114,15 @@ class Student:
 
     def _hidden(self, batch: Batch) -> mx.array:
         """Normed output at the batch's places; the last layer's MLP runs on those alone."""
-        network = self._model.model
+        network: Any = self._model.model
         x = network.embed_tokens(mx.array(batch.tokens))
         for layer in network.layers[:-1]:
             x = layer(x, "causal")
         last = network.layers[-1]
         x = x + last.self_attn(last.input_layernorm(x), "causal")
         x = x.reshape(-1, x.shape[-1])[mx.array(batch.places)]
-        return network.norm(x + last.mlp(last.post_attention_layernorm(x)))
+        hidden: mx.array = network.norm(x + last.mlp(last.post_attention_layernorm(x)))
+        return hidden
 
     def _surrogate(self, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
         """A number whose gradient is the loss's, the summed loss, and right first choices.
