@@ -64,7 +64,7 @@ class Pair(_Entry):
     """One entry of pairs.toml."""
 
     description: str
-    licence: str
+    licence: str = "that of the verifier"
     source: WheelSource
     verifier: VerifierRecipe
     drafter: DrafterRecipe
