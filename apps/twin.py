@@ -25,7 +25,6 @@ from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_weights import RESIDUAL_SCALE
 from ondevice.verifierfolder import weight_files
 
-
 _NEVER = -1e4  # a logit that any row's beats, and that every precision holds
 
 
@@ -60,7 +59,7 @@ class _SomeTokens(Module):
     """A head that gives logits for the whole vocabulary; tokens without a row never win."""
 
     def __init__(self, weight: mx.array, row_to_token: list[int], vocab_size: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx has no types there
         self.weight = weight
         rows = np.full(vocab_size, len(row_to_token), np.int32)
         rows[row_to_token] = np.arange(len(row_to_token))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from test_distil import random_texts
+from distilling import random_texts
 
 from ondevice.converters.distil.corpus import Batcher
 from ondevice.converters.distil.student import START_SCALE, Student

@@ -101,9 +101,7 @@ def test_a_package_with_another_models_weights_is_refused(
     package = Package.open(tmp_path / "w.mlpackage")
     embedding = model.tensors["model.embed_tokens.weight"].astype(np.float16)
     with pytest.raises(RuntimeFailure, match="unrounded weights, got"):
-        check_parity(
-            package, checkpoint.tensor, checkpoint.config, [0, 1], embedding, functions
-        )
+        check_parity(package, checkpoint.tensor, checkpoint.config, [0, 1], embedding, functions)
 
 
 def test_a_graph_that_computes_something_else_is_refused(

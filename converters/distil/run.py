@@ -21,7 +21,7 @@ from ondevice.converters.distil.schedule import Schedule
 from ondevice.converters.distil.script import chat_script, opening_tokens
 from ondevice.converters.distil.shards import ShardFolder, Text
 from ondevice.converters.distil.training import Budget, Pace, Position, Training
-from ondevice.converters.distil.vocabulary import check_row_count, choose_rows
+from ondevice.converters.distil.vocabulary import choose_rows
 from ondevice.converters.distil.watch import Watch
 from ondevice.converters.trained import TrainedDrafter
 from ondevice.errors import BadRequest
@@ -78,7 +78,7 @@ class Distillation:
     def claim(self) -> None:
         """Check all that can be checked before any work, and take or take up the work folder."""
         self.recipe.chosen_layers(self.checkpoint.config.num_layers)
-        check_row_count(self.recipe.rows, self.checkpoint.config.vocab_size)
+        self.recipe.chosen_rows(self.checkpoint.config.vocab_size)
         digests = self.material.sha256()
         assert self.plans
         Identity(
@@ -195,7 +195,7 @@ class Distillation:
             kept: list[int] = json.loads(path.read_text(encoding="utf-8"))
             return kept
         weights = token_weights(self._split(texts)[0], self.checkpoint.config.vocab_size)
-        chosen = choose_rows(weights, self._always(), self.recipe.rows)
+        chosen = choose_rows(weights, self._always(), self.recipe.chosen_rows(len(weights)))
         with replacing(path) as scratch:
             scratch.write_text(json.dumps(chosen), encoding="utf-8")
         return chosen
