@@ -25,6 +25,9 @@ from ondevice.errors import BadRequest
 from ondevice.home import downloads_folder, home_folder, make_writable
 from ondevice.models.pairs import DrafterRecipe, known_pair, pair_names
 
+CACHE_BYTES = 1 << 30
+"""Freed buffers that MLX may keep; batches have many shapes, and each keeps its own."""
+
 SMALL_RATE = 3e-4
 """Learning rate where training begins with a drafter that has learned already."""
 
@@ -118,8 +121,11 @@ def run(request: Request) -> None:
 def _distil(
     run: Distillation, effort: Effort, source: _Source, output: Path, as_json: bool
 ) -> None:
+    import mlx.core as mx
+
     from ondevice.converters.distil.finish import make_card, write_drafter
 
+    mx.set_cache_limit(CACHE_BYTES)
     texts = run.make_data(effort)
     student, position = run.train(texts, effort)
     drafter = write_drafter(run, student, run.rows(texts))
