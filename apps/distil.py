@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ondevice import blas
+from ondevice.apps.failures import say
 from ondevice.artifact import PAIR_FILE
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.distil.material import Material
@@ -22,7 +23,7 @@ from ondevice.converters.pair import VERIFIER_FOLDER, write_pair
 from ondevice.converters.progress import Reporter
 from ondevice.converters.trained import TrainedDrafter, check_trained, read_trained
 from ondevice.errors import BadRequest
-from ondevice.home import downloads_folder, home_folder, make_writable
+from ondevice.home import downloads_folder, home_folder, locked, make_writable
 from ondevice.models.pairs import DrafterRecipe, known_pair, pair_names
 
 CACHE_BYTES = 1 << 30
@@ -114,8 +115,9 @@ def run(request: Request) -> None:
         recipe = recipe.model_copy(update={"rate": SMALL_RATE})
     make_writable(work)
     distillation = Distillation(source.checkpoint, recipe, request.material, work, start)
-    distillation.claim()
-    _distil(distillation, effort, source, output, request.as_json)
+    with locked(work, lambda: say(f"Waiting for another run in {work}")):
+        distillation.claim()
+        _distil(distillation, effort, source, output, request.as_json)
 
 
 def _distil(

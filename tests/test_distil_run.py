@@ -81,7 +81,7 @@ def test_ten_kills_cost_nothing_that_was_finished(model: tiny.TinyModel, tmp_pat
             _wait_for_more(child, checkpoint, work, before)
             time.sleep(float(rng.random()))
             child.send_signal(signal.SIGKILL)
-            child.wait()
+            child.communicate()
         else:
             out, _ = child.communicate(timeout=300)
             assert child.returncode == 0

@@ -59,6 +59,7 @@ class Maker:
         Finished conversations are not made again. What is finished is written whatever ends the
         run; CacheUnwritable when it cannot be.
         """
+        self.shards.sweep()
         made = self._resume()
         numbers = self._numbers()
         rows: list[_Row | None] = [self._begin(numbers) for _ in range(self.decoder.rows)]

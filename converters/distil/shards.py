@@ -46,14 +46,17 @@ class ShardFolder:
         self._folder = folder
         self._identity = json.dumps(identity, sort_keys=True)
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(".data-*"):
-            shutil.rmtree(stale, ignore_errors=True)
         for path in self.paths()[:1]:
             if _metadata(path).get("identity") != self._identity:
                 raise BadRequest(
                     f"{folder} holds texts of another verifier or recipe; give another folder, or "
                     "take this one away"
                 )
+
+    def sweep(self) -> None:
+        """Take away what a killed run left half-written; for the one process that writes here."""
+        for stale in self._folder.glob(".data-*"):
+            shutil.rmtree(stale, ignore_errors=True)
 
     def paths(self) -> list[Path]:
         """The finished shards."""
