@@ -134,12 +134,14 @@ class _Histogram:
     def centres(self, cuts: npt.NDArray[np.int64]) -> Double:
         """Mean of each run between two cuts, which are ascending and different."""
         mass, moment, _ = self._sums[:, cuts[1:]] - self._sums[:, cuts[:-1]]
-        return moment / mass
+        means: Double = moment / mass
+        return means
 
     def errors(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Double:
         """Sum of squares around its own mean of each run; 0 for an empty one."""
         mass, moment, square = self._sums[:, ends] - self._sums[:, starts]
-        return np.maximum(square - moment**2 / np.maximum(mass, 1), 0)
+        around: Double = np.maximum(square - moment**2 / np.maximum(mass, 1), 0)
+        return around
 
     def settled(self, centres: Double, iterations: int) -> npt.NDArray[np.int64]:
         """Cuts after Lloyd's iterations from `centres`: never an empty run between two."""

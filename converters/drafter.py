@@ -31,6 +31,7 @@ from ondevice.converters.mlpackage import folder_bytes, write_mlpackage
 from ondevice.converters.network import Network
 from ondevice.converters.options import DrafterOptions
 from ondevice.converters.progress import Progress
+from ondevice.converters.trained import TrainedDrafter
 from ondevice.coreml.lint import lint
 from ondevice.coreml.package import Package, ops_digest, weights_digest
 from ondevice.errors import RuntimeFailure
@@ -48,20 +49,22 @@ def convert_drafter(
     verifier_folder: Path | None,
     folder: Path,
     *,
-    layers: Sequence[int],
+    layers: Sequence[int] | None = None,
+    trained: TrainedDrafter | None = None,
     rows: Sequence[int] | None = None,
     row_counts: Sequence[int] = (1, 8, 64),
     context_sizes: Sequence[int] = (512, 2048),
     compression: Compression | None = None,
     progress: Progress | None = None,
 ) -> DrafterManifest:
-    """Write the drafter made of `layers` of `checkpoint` at `folder`, whole or not at all.
+    """Write the drafter at `folder`, whole or not at all.
 
-    One package holds a function for each row count (rows a step) and context size (slots). rows:
-    the tokens that it can propose, all by default. The embedding is referred to in
-    `verifier_folder` when the verifier stores the same values. Raises BadRequest for impossible
-    layers or sizes, ArtifactError for a verifier with another tokenizer, UnsupportedModel when a
-    weight does not fit fp16, RuntimeFailure when the package does not compute what mlx-lm does.
+    It is made of `layers` of `checkpoint`, or is the one that `trained` holds. One package holds a
+    function for each row count (rows a step) and context size (slots). rows: the tokens that it can
+    propose, all by default. The embedding is referred to in `verifier_folder` when the verifier
+    stores the same values. Raises BadRequest for impossible layers or sizes, ArtifactError for a
+    verifier with another tokenizer or a trained drafter of another verifier, UnsupportedModel when
+    a weight does not fit fp16, RuntimeFailure when the package does not compute what mlx-lm does.
     """
     options = DrafterOptions(tuple(row_counts), tuple(context_sizes), compression or Compression())
     options.check()
@@ -74,7 +77,11 @@ def convert_drafter(
         vocab_size = verifier.vocab_size
     if rows is None and vocab_size != checkpoint.config.vocab_size:
         rows = range(min(vocab_size, checkpoint.config.vocab_size))
-    network = Network.cut(checkpoint, layers, rows)
+    network = (
+        Network.cut(checkpoint, layers or (), rows)
+        if trained is None
+        else Network.trained(checkpoint, trained)
+    )
     build = _Build(checkpoint, network, options, vocab_size, progress or _silent)
     with replacing(folder) as scratch:
         scratch.mkdir()

@@ -71,7 +71,7 @@ def check_parity(
         return np.stack([replay.logits(tree, row_counts) for replay in replays])
 
     exact, half = logits_of("fp32"), logits_of("fp16")
-    rounded = path_logits(stored_model(package, config, embedding), tree)
+    rounded = path_logits(stored_model(package, config, embedding, narrow=True), tree)
     original = selected_model(network.tensors, network.source, network.places, narrow=True)
     unrounded = path_logits(original, tree)
     compared = _Compared(exact, half, rounded, unrounded)

@@ -101,9 +101,11 @@ def rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def mlx_model(
-    config: ModelConfig, tensors: Iterable[tuple[str, Single]], narrow: bool = False
-) -> Module:
-    """mlx-lm's own model with these tensors, by canonical name; it computes in float32.
+    config: ModelConfig,
+    tensors: Mapping[str, Single] | Iterable[tuple[str, Single]],
+    narrow: bool = False,
+) -> Any:
+    """mlx-lm's own model class with these tensors, by canonical name; it computes in float32.
 
     narrow: hold a matrix in 16 bits where they have its values; mlx widens it in each product.
     Where mlx-lm derives what a layer does from its index (Gemma), layers stand at an index that
@@ -116,7 +118,8 @@ def mlx_model(
     module = importlib.import_module(f"mlx_lm.models.{config.traits.mlx_module}")
     model: Module = module.Model(module.ModelArgs.from_dict(content))
     hold = _narrow if narrow else _wide
-    moved = {_moved(name, places): hold(value) for name, value in tensors}
+    named = tensors.items() if isinstance(tensors, Mapping) else tensors
+    moved = {_moved(name, places): hold(value) for name, value in named}
     moved = _fused(config, moved, places)
     if hasattr(model, "sanitize"):
         moved = model.sanitize(moved)

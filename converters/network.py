@@ -11,6 +11,7 @@ import numpy as np
 
 from ondevice.artifact import SourceFile
 from ondevice.converters.checkpoint import Checkpoint
+from ondevice.converters.trained import TrainedDrafter, check_trained
 from ondevice.errors import BadRequest
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_weights import Single, Tensors
@@ -56,6 +57,20 @@ class Network:
             layers=tuple(layers),
             row_to_token=None if rows is None else list(rows),
             sources=checkpoint.sources,
+        )
+
+    @classmethod
+    def trained(cls, checkpoint: Checkpoint, trained: TrainedDrafter) -> Self:
+        """A student of the checkpoint; raises what `check_trained` raises."""
+        check_trained(trained, checkpoint)
+        config = trained.config(checkpoint.config)
+        return cls(
+            source=config,
+            tensors=partial(trained.tensor, checkpoint),
+            places=tuple(range(config.num_layers)),
+            layers=trained.header.layers,
+            row_to_token=list(trained.row_to_token),
+            sources=[*checkpoint.sources, trained.source],
         )
 
 

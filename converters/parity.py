@@ -169,16 +169,19 @@ def join_logits(outputs: Mapping[str, Array], config: ModelConfig) -> Single:
     return np.concatenate(parts).T[:, : config.vocab_size].astype(np.float32)
 
 
-def stored_model(package: Package, config: ModelConfig, embedding: Array) -> Module:
+def stored_model(
+    package: Package, config: ModelConfig, embedding: Array, narrow: bool = False
+) -> Any:
     """mlx-lm's model with the matrices that `package` stores and the rows the host looks up.
 
     Its norms over the residual stream have the eps that the package stores, which is rounded.
+    narrow: see `mlx_model`.
     """
     read = StoredWeights(next(iter(package.functions.values())))
     stored = stored_tensors(read, config)
     rows = ("model.embed_tokens.weight", embedding.astype(np.float32))
     untied = replace(config, tied_embeddings=False)
-    model = mlx_model(untied, itertools.chain([rows], stored), narrow=True)
+    model = mlx_model(untied, itertools.chain([rows], stored), narrow)
     _round_epsilons(model, config)
     return model
 
@@ -196,7 +199,7 @@ def _round_epsilons(model: Module, config: ModelConfig) -> None:
 
 def selected_model(
     tensors: Tensors, config: ModelConfig, layers: Sequence[int], narrow: bool = False
-) -> Module:
+) -> Any:
     """mlx-lm's model with `layers` of a checkpoint, unrounded; narrow: see `mlx_model`."""
     smaller = config.selected(layers)
 

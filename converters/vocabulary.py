@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ondevice.converters.distil.vocabulary import choose_rows
 from ondevice.errors import BadRequest
-from ondevice.models.drafter_weights import CHUNK_ROWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -21,15 +21,9 @@ def frequent_tokens(
 ) -> tuple[int, ...]:
     """Ascending ids of `count` tokens: the most frequent in the text file `corpus`.
 
-    Special and byte tokens are always in; of equals the lower id, which a byte-pair tokenizer
-    learned earlier. Raises BadRequest for a count that cannot be, or a corpus that cannot be read.
+    Special and byte tokens are always in. Raises BadRequest for a count that cannot be, or a corpus
+    that cannot be read.
     """
-    fixed = always(tokenizer)
-    if count % CHUNK_ROWS or not max(CHUNK_ROWS, len(fixed)) <= count <= vocab_size:
-        raise BadRequest(
-            f"--drafter-vocab: expected a multiple of {CHUNK_ROWS} from "
-            f"{max(CHUNK_ROWS, len(fixed))} to {vocab_size}, got {count}; 16384 is a good choice"
-        )
     try:
         text = corpus.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -39,8 +33,7 @@ def frequent_tokens(
     for start in range(0, len(text), _PIECE_CHARACTERS):
         ids = tokenizer.encode(text[start : start + _PIECE_CHARACTERS], add_special_tokens=False)
         counts += np.bincount(ids, minlength=vocab_size)
-    counts[sorted(fixed)] = np.inf
-    return tuple(sorted(np.argsort(-counts, kind="stable")[:count].tolist()))
+    return tuple(choose_rows(counts, always(tokenizer), count))
 
 
 def always(tokenizer: PreTrainedTokenizerFast) -> set[int]:

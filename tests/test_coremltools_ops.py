@@ -23,7 +23,15 @@ def test_coremltools_own_operator_tests_pass_for_the_ops_that_are_claimed(tmp_pa
     report = tmp_path / "ops.json"
     here = str(Path(__file__).parent)
     paths = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "--pyargs", TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--continue-on-collection-errors",
+        "--pyargs",
+        TESTS,
+    ]
     command += ["-p", "emulated_coremltools", "-p", "no:cacheprovider", "-c", os.devnull]
     subprocess.run(
         command,
