@@ -9,12 +9,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ondevice.coreml.blob import Array
-from ondevice.coreml.ops.base import Kernel, Lowered, Operands, rule
+from ondevice.coreml.ops.base import FLOAT_TYPES, Kernel, Lowered, Operands, rule
 
 
 @rule("matmul")
 def _matmul(op: Operands) -> Lowered:
     flip_x, flip_y = op.flag("transpose_x", False), op.flag("transpose_y", False)
+    if _is_mixed(op, "x", "y"):
+        return _mixed_matmul(op, flip_x, flip_y)
     if not flip_x and not flip_y:
         return Lowered(np.matmul, ("x", "y"))
     if flip_y and not flip_x:
@@ -24,9 +26,31 @@ def _matmul(op: Operands) -> Lowered:
     return Lowered(lambda x, y: np.matmul(x.swapaxes(-1, -2), y.swapaxes(-1, -2)), ("x", "y"))
 
 
+def _is_mixed(op: Operands, *parameters: str) -> bool:
+    """Whether floats meet integers, which numpy would widen to double precision."""
+    return len({op.type(name).dtype in FLOAT_TYPES for name in parameters if op.has(name)}) > 1
+
+
+def _mixed_matmul(op: Operands, flip_x: bool, flip_y: bool) -> Lowered:
+    def kernel(x: Array, y: Array) -> Array:
+        wide = [array.astype(np.float32) for array in (x, y)]
+        flipped = [
+            array.swapaxes(-1, -2) if flip else array
+            for array, flip in zip(wide, (flip_x, flip_y), strict=True)
+        ]
+        product: Array = np.matmul(flipped[0], flipped[1])
+        return product
+
+    return Lowered(kernel, ("x", "y"))
+
+
 @rule("linear")
 def _linear(op: Operands) -> Lowered:
     weight = op.at_use("weight")
+    if _is_mixed(op, "x", "weight", "bias"):
+        matrix = op.array("weight").T.astype(np.float32)
+        shift = op.array("bias").astype(np.float32) if op.has("bias") else np.float32(0)
+        return Lowered(lambda x: np.matmul(x.astype(np.float32), matrix) + shift, ("x",))
     if not op.has("bias"):
         return Lowered(lambda x: np.matmul(x, weight().T), ("x",))
     bias = op.array("bias")
