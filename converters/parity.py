@@ -22,11 +22,11 @@ from ondevice.converters.mlxmodel import mlx_model
 from ondevice.coreml.package import Package
 from ondevice.coreml.runtime import CoreMLRuntime
 from ondevice.coreml.weights import StoredWeights
+from ondevice.models.ane import MASKED
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_graph import DrafterFunction, stored_tensors
 from ondevice.models.drafter_layers import stored_epsilon
 from ondevice.models.drafter_weights import Tensors, head_partition
-from ondevice.models.mil import MASKED
 from ondevice.models.rope import exact_cos_sin, inverse_frequencies
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ondevice.models.ane import FP16_MAX, SMALLEST_HALF
 from ondevice.models.config import LayerKind, ModelConfig
 from ondevice.models.drafter_weights import (
     AFTER_ATTENTION,
@@ -19,7 +20,7 @@ from ondevice.models.drafter_weights import (
     QUERY_NORM,
     LayerWeights,
 )
-from ondevice.models.mil import FP16_MAX, SMALLEST_HALF, Scope, Var
+from ondevice.models.mil import Scope, Var
 from ondevice.models.packed import Half
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.errors import UnsupportedModel
+from ondevice.models.ane import ANE_MAX_AXIS, FP16_MAX, MASKED
 from ondevice.models.config import ModelConfig
 from ondevice.models.family import MATRICES
-from ondevice.models.mil import ANE_MAX_AXIS, FP16_MAX, MASKED
 from ondevice.models.packed import Half, Matrix, dense
 
 Single = npt.NDArray[np.float32]

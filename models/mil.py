@@ -18,17 +18,6 @@ from ondevice.models.packed import Half, Matrix, Palettised, Scaled
 # Any: coremltools has no type annotations. A Var is the output of an op inside a function.
 Var = Any
 
-# Sources: A13 to A15 class engines (M1 to M3) take at most 16,384 along an axis: ANEMLL
-# llama_model.py, coreai-model-zoo ane-silicon-reference; 65,536 from A16 on.
-ANE_MAX_AXIS = 16_384
-# Rank 5 is the engine's own limit: ANEForge op-quirks, Apple's neural_engine_rules.
-ANE_MAX_RANK = 5
-# Additive mask: -inf makes NaN in a softmax whose row is all masked (coremltools PR 2669).
-# It hides a score up to 9,890 above the best visible one (exp is 0 from -104 on, in fp16 from -17).
-MASKED = -1e4
-FP16_MAX = 65_504.0
-SMALLEST_HALF = 2.0**-24
-
 
 # Parameters that MIL would fill in, each as a constant op of its own; given here they are shared.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.errors import UnitFailed
-from ondevice.models.mil import MASKED
+from ondevice.models.ane import MASKED
 from ondevice.records import NodeToken
 
 Array = npt.NDArray[Any]
