@@ -74,6 +74,34 @@ def test_a_state_lives_from_one_prediction_to_the_next_and_in_no_other(tmp_path:
     np.testing.assert_array_equal(first["sum"], 3 * x)
 
 
+@pytest.mark.parametrize("per_row", [False, True])
+def test_integers_are_quantised_and_widened_as_their_definition_says(
+    per_row: bool, tmp_path: Path
+) -> None:
+    import coremltools as ct
+    from coremltools.converters.mil import Builder as mb
+
+    scale = np.float32([0.5, 0.25]) if per_row else np.float32(0.5)
+    axis = {"axis": np.int32(0)} if per_row else {}
+
+    @mb.program(input_specs=[mb.TensorSpec(shape=(2, 5))], opset_version=ct.target.iOS17)
+    def program(x):
+        whole = mb.quantize(input=x, scale=scale, output_dtype="int8", **axis)
+        return mb.dequantize(input=whole, scale=scale, name="y", **axis)
+
+    model = ct.convert(
+        program,
+        minimum_deployment_target=ct.target.iOS17,
+        compute_precision=ct.precision.FLOAT32,
+        skip_model_load=True,
+    )
+    model.save(str(tmp_path / "q.mlpackage"))
+    x = np.random.default_rng(0).standard_normal((2, 5)).astype(np.float32) * 40
+    (found,) = Emulator.open(tmp_path / "q.mlpackage").predict("main", {"x": x}).values()
+    step = scale[:, None] if per_row else scale
+    np.testing.assert_allclose(found, np.clip(np.rint(x / step), -128, 127) * step, atol=1e-5)
+
+
 def test_functions_that_save_multifunction_merged_open_and_run(tmp_path: Path) -> None:
     import coremltools as ct
     from coremltools.converters.mil import Builder as mb

@@ -64,3 +64,18 @@ def test_the_emulated_drafter_computes_what_mlx_lm_computes(built: Built) -> Non
 
 def test_the_lint_finds_only_narrow_rows_and_small_epsilons(built: Built) -> None:
     assert {finding.rule for finding in lint(built.package)} <= {"row-bytes", "epsilon"}
+
+
+def test_coremltools_own_loader_takes_the_package(built: Built) -> None:
+    import coremltools as ct
+    from coremltools.converters.mil.frontend.milproto import load
+
+    path = built.package.path
+    spec = ct.utils.load_spec(str(path))
+    program = load.load(
+        spec, spec.specificationVersion, str(path / "Data/com.apple.CoreML/weights")
+    )
+    for name, function in program.functions.items():
+        found = [op.op_type for op in function.operations if op.op_type != "const"]
+        ours = [op.type for op in built.package.functions[name].ops if op.type != "const"]
+        assert found == ours
