@@ -10,7 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ondevice.apps.failures import INTERRUPTED, USAGE, reported, say, usage_line
+from ondevice.apps.convertcli import converting
+from ondevice.apps.failures import (
+    INTERRUPTED,
+    USAGE,
+    DebugOption,
+    reported,
+    say,
+    usage_line,
+)
 from ondevice.schedule import STRATEGIES, Strategy
 
 app = typer.Typer(
@@ -19,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(converting, name="convert")
 
 
 def default_pair() -> str:
@@ -57,7 +66,6 @@ LookupOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Text to propose continuations from, beside the chat's."),
 ]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -219,6 +227,59 @@ def bench(
         )
         if not command.run(request):
             raise typer.Exit(1)
+
+
+@app.command()
+def distil(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PAIR|VERIFIER",
+            help="A known pair, a pair's folder, or a model: Hugging Face folder or .gguf.",
+        ),
+    ],
+    hours: Annotated[float, typer.Option(help="Of work in all, data and training.")] = 8.0,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Text of your domain, UTF-8; may be repeated."),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Prompts of yours: .jsonl, or one a line."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The pair that is written.")
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Texts, checkpoints, weights and card."),
+    ] = None,
+    start: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A trained drafter to begin with.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Of the verifier, as the student begins: 0,1,29.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Tokens that the drafter can propose; 16384 by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of questions, answers and their order.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Teach a small drafter on a verifier's own text, and write the pair of both.
+
+    The verifier writes questions and answers them; a student of a few of its layers learns to
+    foretell it. A run that was killed goes on where it was when the same command is given again,
+    and one that is done goes on with more --hours.
+    """
+    with reported(debug):
+        from ondevice.apps import distil as command
+
+        request = command.request(
+            source, hours, text or (), prompts or (), layers, rows, seed, output, work, start, json
+        )
+        command.run(request)
 
 
 VerifyMsOption = Annotated[

@@ -64,7 +64,7 @@ def _print_drafter(console: Console, drafter: Facts) -> None:
     manifest = drafter["manifest"]
     rows = [
         ("family", manifest["family"]),
-        ("layers", f"{_listed(manifest['layers'])} of the verifier"),
+        ("layers", f"{_listed(manifest['layers'])} of its source"),
         ("hidden size", str(manifest["hidden_size"])),
         (
             "heads",
@@ -77,9 +77,12 @@ def _print_drafter(console: Console, drafter: Facts) -> None:
         ("embedding", f"{manifest['embedding_tensor']} of the {manifest['embedding_in']}"),
         ("compression", manifest["compression"]),
         *_parity(manifest["parity"]),
+        *_memory(manifest["memory"]),
         *_origin(drafter),
     ]
     print_rows(console, f"drafter {drafter['path']}", rows)
+    if manifest["parity"] is not None:
+        _print_parity(console, manifest["parity"]["functions"])
     _print_package(console, drafter["package"])
 
 
@@ -99,9 +102,43 @@ def _parity(parity: Mapping[str, Any] | None) -> list[Row]:
             f"against mlx-lm over {parity['positions']} positions: logits within "
             f"{parity['max_error_rounded']:.1e} of the weights as stored, "
             f"{parity['max_error_unrounded']:.1e} of the unrounded ones; same first choice in fp16 "
-            f"{parity['first_choice_agreement_fp16']:.1%}",
+            f"{parity['first_choice_agreement_fp16']:.1%}"
+            + _agreement(parity["first_choice_agreement"]),
         )
     ]
+
+
+def _agreement(share: float | None) -> str:
+    return "" if share is None else f", as the unrounded weights {share:.1%}"
+
+
+def _memory(memory: Mapping[str, Any] | None) -> list[Row]:
+    if memory is None:
+        return []
+    weights, cache, token = (megabytes(memory[key]) for key in _MEMORY)
+    return [("memory", f"weights {weights}, cache {cache} ({token} a token)")]
+
+
+_MEMORY = ("weights", "cache", "cache_per_token")
+
+
+def _print_parity(console: Console, functions: Mapping[str, Mapping[str, Any]]) -> None:
+    if not functions:
+        return
+    table = Table(box=None, pad_edge=False, title="parity by function", title_justify="left")
+    table.add_column("function", no_wrap=True)
+    for name in ("positions", "fp32 error", "fp16 first choice", "in its first 8", "KL (nats)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, found in functions.items():
+        table.add_row(
+            name,
+            str(found["positions"]),
+            f"{found['max_error']:.1e}",
+            f"{found['first_choice']:.1%}",
+            f"{found['top_8']:.1%}",
+            f"{found['divergence']:.1e}",
+        )
+    console.print(table)
 
 
 def _origin(part: Facts) -> list[Row]:

@@ -1,7 +1,8 @@
 """A source model, whatever its file format: configuration, tensors read one at a time, tokenizer.
 
-Tensors carry Hugging Face's canonical Llama names and layouts (`model.layers.0.self_attn.q_proj
-.weight`, rows are outputs), also when they come from a GGUF file.
+Tensors carry Hugging Face's names and layouts of their family (`model.layers.0.self_attn.q_proj
+.weight`, rows are outputs), also when they come from a GGUF file; matrices that a family stores
+fused have the names of their parts.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy.typing as npt
 from ondevice.artifact import SourceFile, file_sha256
 from ondevice.errors import BadCheckpoint, UnsupportedModel
 from ondevice.models.config import ModelConfig
+from ondevice.models.family import FAMILIES, MATRICES
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     from transformers import PreTrainedTokenizerFast
-
-SUPPORTED_FAMILIES = ("llama",)
 
 # Tables that old checkpoints carry and that follow from the configuration.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -64,10 +65,13 @@ class Checkpoint:
         return tensor_shapes(self.config)[name]
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """Read the tensor `name` as float32; BadCheckpoint when the file cannot be read."""
+        """Read the tensor `name` as float32; BadCheckpoint when it cannot be, or is not finite."""
         if name not in tensor_shapes(self.config):
             raise KeyError(name)
-        return self.store.read(name)
+        values = self.store.read(name)
+        if not np.isfinite(values).all():
+            raise nonfinite(name, self.label)
+        return values
 
     @cached_property
     def sources(self) -> list[SourceFile]:
@@ -94,6 +98,22 @@ class Checkpoint:
         return tokenizer_digest(self.tokenizer)
 
 
+def nonfinite(name: str, label: str) -> BadCheckpoint:
+    """The error for a weight that is NaN or infinite."""
+    return BadCheckpoint(
+        f"{label}: tensor {name}: expected finite weights, got NaN or infinity; "
+        "download the model again"
+    )
+
+
+def refuse_nonfinite(name: str, array: mx.array, label: str) -> None:
+    """BadCheckpoint, naming the tensor, when a float `array` holds NaN or infinity."""
+    import mlx.core as mx
+
+    if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+        raise nonfinite(name, label)
+
+
 def open_checkpoint(source: Path) -> Checkpoint:
     """Open a Hugging Face folder or a .gguf file.
 
@@ -109,7 +129,21 @@ def open_checkpoint(source: Path) -> Checkpoint:
         ) from error
     check_sizes(checkpoint.config, checkpoint.label)
     check_tensors(checkpoint.config, checkpoint.store.shapes(), checkpoint.label)
+    _check_tying(checkpoint)
     return checkpoint
+
+
+def _check_tying(checkpoint: Checkpoint) -> None:
+    """BadCheckpoint for a head of its own in a model whose head is said to be the embedding."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    if checkpoint.config.tied_embeddings and names[0] in checkpoint.store.shapes():
+        head, embedding = (checkpoint.store.read(name) for name in names)
+        if not np.array_equal(head, embedding):
+            raise BadCheckpoint(
+                f"{checkpoint.label}: the configuration says tie_word_embeddings true, but "
+                "lm_head.weight differs from the embedding; configuration and weights are not of "
+                "the same model"
+            )
 
 
 def _open(source: Path) -> Checkpoint:
@@ -127,20 +161,9 @@ def _open(source: Path) -> Checkpoint:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Llama of these sizes, in the order of the forward pass."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
+    """Every tensor of a model of this configuration, in the order of the forward pass."""
+    hidden = config.hidden_size
+    layer = _layer_shapes(config)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -150,6 +173,41 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of each matrix of a layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "query": (queries, hidden),
+        "key": (keys, hidden),
+        "value": (keys, hidden),
+        "output": (hidden, queries),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    traits, shapes = config.traits, matrix_shapes(config)
+    layer: dict[str, tuple[int, ...]] = {}
+
+    def add(*names: str) -> None:
+        for name in names:
+            layer[f"{MATRICES[name]}.weight"] = shapes[name]
+            if name in config.biases:
+                layer[f"{MATRICES[name]}.bias"] = shapes[name][:1]
+
+    norms = [f"{name}.weight" for name in traits.norms.values()]
+    layer[norms[0]] = (config.hidden_size,)
+    add("query", "key", "value", "output")
+    if traits.qk_norm:
+        layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    layer |= {name: (config.hidden_size,) for name in norms[1:]}
+    add("gate", "up", "down")
+    return layer
+
+
 def check_sizes(config: ModelConfig, label: str) -> None:
     """BadCheckpoint unless the configuration's sizes can make a model at all."""
     if config.num_kv_heads < 1 or config.num_heads % config.num_kv_heads:
@@ -157,9 +215,10 @@ def check_sizes(config: ModelConfig, label: str) -> None:
             f"{label}: expected query heads to be a multiple of key/value heads, got "
             f"{config.num_heads} and {config.num_kv_heads}; the configuration is damaged"
         )
-    if config.head_dim < 2 or config.head_dim % 2:
+    rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    if config.head_dim < 2 or config.head_dim % 2 or rotated % 2 or rotated > config.head_dim:
         raise BadCheckpoint(
-            f"{label}: expected an even head size, got {config.head_dim}; "
+            f"{label}: expected an even head size, got {config.head_dim}, {rotated} rotated; "
             "the configuration is damaged"
         )
 
@@ -167,6 +226,11 @@ def check_sizes(config: ModelConfig, label: str) -> None:
 def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], label: str) -> None:
     """BadCheckpoint for a missing or misshapen tensor, UnsupportedModel for one too many."""
     expected = tensor_shapes(config)
+    if not config.tied_embeddings and "lm_head.weight" not in found:
+        raise BadCheckpoint(
+            f"{label}: the configuration says tie_word_embeddings false, but the weights have no "
+            "lm_head.weight; configuration and weights are not of the same model"
+        )
     for name, shape in expected.items():
         if name not in found:
             raise BadCheckpoint(
@@ -181,6 +245,6 @@ def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], lab
         redundant_head = name == "lm_head.weight" and config.tied_embeddings
         if name not in expected and not redundant_head and not name.endswith(_DERIVED_SUFFIXES):
             raise UnsupportedModel(
-                f"{label}: tensor {name} has no place in a plain Llama (supported families: "
-                f"{', '.join(SUPPORTED_FAMILIES)}, without biases or adapters); merge or remove it"
+                f"{label}: tensor {name} has no place in a {config.family} model (supported "
+                f"families: {', '.join(FAMILIES)}); merge or remove it"
             )

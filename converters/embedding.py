@@ -28,15 +28,16 @@ class EmbeddingPlace:
 
 
 def place_embedding(
-    rows: npt.NDArray[np.float16], verifier_folder: Path, drafter_folder: Path
+    rows: npt.NDArray[np.float16], verifier_folder: Path | None, drafter_folder: Path
 ) -> EmbeddingPlace:
     """Point at the verifier's embedding when it rounds to `rows`, else write `rows` once.
 
-    rows: (vocab, D). A quantised verifier holds other values, or the same in another form.
+    rows: (vocab, D). verifier_folder: None for a drafter that is made for itself. A quantised
+    verifier holds other values, or the same in another form.
     """
     import mlx.core as mx
 
-    for file in sorted(verifier_folder.glob("*.safetensors")):
+    for file in sorted(verifier_folder.glob("*.safetensors")) if verifier_folder else ():
         found = mx.load(str(file))
         assert isinstance(found, dict)
         if TENSOR in found and _rounds_to(found[TENSOR], rows):

@@ -1,13 +1,14 @@
-"""Reader of GGUF files of the llama architecture, through `mx.load`.
+"""Reader of GGUF files of the Llama and Qwen architectures, through `mx.load`.
 
 `mx.load` neither names the type of a tensor nor refuses K-quants (it turns some into float16), so
-the header is read here first: types are refused by name and sizes checked before MLX opens it.
+the header is read here first: types are refused by name and sizes checked before MLX opens it. It
+rounds bfloat16 to float16, so tensors of that type are read here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.converters.checkpoint import SUPPORTED_FAMILIES, Checkpoint
-from ondevice.converters.gguf_header import Shape, read_header
+from ondevice.converters.checkpoint import Checkpoint
+from ondevice.converters.gguf_header import Shape, TensorPlace, read_header
 from ondevice.converters.tokenizer import tokenizer_from_gguf
 from ondevice.errors import BadCheckpoint, UnsupportedModel
-from ondevice.models.config import Llama3Scaling, ModelConfig
-from ondevice.models.rope import inverse_frequencies
+from ondevice.models.config import ModelConfig
+from ondevice.models.family import FAMILIES
+from ondevice.models.rope import Llama3Scaling, inverse_frequencies
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -32,6 +34,11 @@ _LAYER_NAMES = {
     "attn_q.weight": "self_attn.q_proj.weight",
     "attn_k.weight": "self_attn.k_proj.weight",
     "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias",
+    "attn_v.bias": "self_attn.v_proj.bias",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
     "attn_output.weight": "self_attn.o_proj.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
     "ffn_gate.weight": "mlp.gate_proj.weight",
@@ -39,7 +46,7 @@ _LAYER_NAMES = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-_KV_HEADS_KEY = "llama.attention.head_count_kv"
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _BLOCK = 32  # weights that share a scale in Q4_0, Q4_1 and Q8_0
 
 
@@ -49,12 +56,12 @@ def open_gguf(file: Path) -> Checkpoint:
     store = GgufStore(file, header)
     metadata = store.metadata
     architecture = metadata.get("general.architecture")
-    if architecture not in SUPPORTED_FAMILIES:
+    if architecture not in _ARCHITECTURES:
         raise UnsupportedModel(
-            f"{file}: architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(SUPPORTED_FAMILIES)}"
+            f"{file}: architecture {architecture!r} is not supported in a GGUF; supported: "
+            f"{', '.join(_ARCHITECTURES)}; convert from the Hugging Face folder instead"
         )
-    config = _model_config(store, file)
+    config = _ConfigReader(store, str(architecture), file).config()
     return Checkpoint(
         config=config,
         eos_token_ids=_eos_token_ids(metadata),
@@ -68,7 +75,7 @@ def open_gguf(file: Path) -> Checkpoint:
 class GgufStore:
     """The tensors of one GGUF file under canonical names, dequantised when they are read."""
 
-    def __init__(self, file: Path, header: dict[str, Shape]) -> None:
+    def __init__(self, file: Path, header: dict[str, TensorPlace]) -> None:
         self._file = file
         self._names = {canonical_name(name): name for name in header}
         self._header = header
@@ -104,7 +111,7 @@ class GgufStore:
     def shapes(self) -> Mapping[str, Shape]:
         """Shape of every tensor, outputs first, as the header states it."""
         return {
-            name: self._header[original]
+            name: self._header[original].shape
             for name, original in self._names.items()
             if original != _ROPE_FACTORS
         }
@@ -113,17 +120,25 @@ class GgufStore:
         """The tensor `name` in float32: scale x integer + offset of each block of 32."""
         original = self._names[name]
         tensor = self.dequantised(original)
-        heads = self.metadata["llama.attention.head_count"]
+        architecture = str(self.metadata["general.architecture"])
+        if not FAMILIES[architecture].gguf_pairs:
+            return tensor
+        heads = self.metadata[f"{architecture}.attention.head_count"]
         if original.endswith("attn_q.weight"):
             return _halves_layout(tensor, heads)
         if original.endswith("attn_k.weight"):
-            return _halves_layout(tensor, self.metadata.get(_KV_HEADS_KEY, heads))
+            key = f"{architecture}.attention.head_count_kv"
+            return _halves_layout(tensor, self.metadata.get(key, heads))
         return tensor
 
     def dequantised(self, original: str) -> npt.NDArray[np.float32]:
         """The tensor of GGUF name `original`, in llama.cpp's own row order."""
         import mlx.core as mx
 
+        place = self._header[original]
+        if place.type_name == "BF16":
+            words = np.memmap(self._file, "<u2", "r", place.start, place.shape)
+            return (words.astype(np.uint32) << 16).view(np.float32)
         arrays = self._loaded[0]
         stem = original.removesuffix(".weight")
         weight = arrays[original]
@@ -165,43 +180,61 @@ def _plain(value: Any) -> Any:
     return array.item() if array.ndim == 0 else array
 
 
-def _model_config(store: GgufStore, file: Path) -> ModelConfig:
-    metadata, shapes = store.metadata, store.shapes()
+@dataclass(frozen=True, slots=True)
+class _ConfigReader:
+    """The configuration that metadata of an architecture state."""
 
-    def need(key: str) -> Any:
-        if f"llama.{key}" not in metadata:
+    store: GgufStore
+    architecture: str
+    file: Path
+
+    def config(self) -> ModelConfig:
+        shapes, head_dim = self.store.shapes(), self._head_dim()
+        _refuse_features(self.store.metadata, self.architecture, self.file)
+        if "model.embed_tokens.weight" not in shapes:
+            raise BadCheckpoint(f"{self.file}: expected tensor token_embd.weight, got none")
+        heads = self._need("attention.head_count")
+        config = ModelConfig(
+            family=self.architecture,
+            vocab_size=shapes["model.embed_tokens.weight"][0],
+            hidden_size=self._need("embedding_length"),
+            intermediate_size=self._need("feed_forward_length"),
+            num_layers=self._need("block_count"),
+            num_heads=heads,
+            num_kv_heads=self._get("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            context=self._need("context_length"),
+            rms_norm_eps=_shortest(self._need("attention.layer_norm_rms_epsilon")),
+            rope_theta=_shortest(self._get("rope.freq_base", 10000.0)),
+            rope_scaling=None,
+            tied_embeddings="lm_head.weight" not in shapes,
+            biases=FAMILIES[self.architecture].biases,
+        )
+        return _with_rope_factors(config, self.store, self.file)
+
+    def _head_dim(self) -> int:
+        whole = self._need("embedding_length") // self._need("attention.head_count")
+        head_dim: int = self._get("attention.key_length", whole)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self._get(key, head_dim) != head_dim:
+                raise UnsupportedModel(
+                    f"{self.file}: {self.architecture}.{key} {self._need(key)} differs from the "
+                    f"head size {head_dim}; supported: rotary embedding over whole heads of one "
+                    "size"
+                )
+        return head_dim
+
+    def _get(self, key: str, default: Any) -> Any:
+        return self.store.metadata.get(f"{self.architecture}.{key}", default)
+
+    def _need(self, key: str) -> Any:
+        found = self._get(key, None)
+        if found is None:
             raise BadCheckpoint(
-                f"{file}: expected metadata llama.{key}, got none; download the file again"
+                f"{self.file}: expected metadata {self.architecture}.{key}, got none; download "
+                "the file again"
             )
-        return metadata[f"llama.{key}"]
-
-    _refuse_features(metadata, file)
-    heads = need("attention.head_count")
-    head_dim = metadata.get("llama.attention.key_length", need("embedding_length") // heads)
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
-        if metadata.get(key, head_dim) != head_dim:
-            raise UnsupportedModel(
-                f"{file}: {key} {metadata[key]} differs from the head size {head_dim}; "
-                "supported: rotary embedding over whole heads of one size"
-            )
-    if "model.embed_tokens.weight" not in shapes:
-        raise BadCheckpoint(f"{file}: expected tensor token_embd.weight, got none")
-    config = ModelConfig(
-        family="llama",
-        vocab_size=shapes["model.embed_tokens.weight"][0],
-        hidden_size=need("embedding_length"),
-        intermediate_size=need("feed_forward_length"),
-        num_layers=need("block_count"),
-        num_heads=heads,
-        num_kv_heads=metadata.get(_KV_HEADS_KEY, heads),
-        head_dim=head_dim,
-        context=need("context_length"),
-        rms_norm_eps=_shortest(need("attention.layer_norm_rms_epsilon")),
-        rope_theta=_shortest(metadata.get("llama.rope.freq_base", 10000.0)),
-        rope_scaling=None,
-        tied_embeddings="lm_head.weight" not in shapes,
-    )
-    return _with_rope_factors(config, store, file)
+        return found
 
 
 def _shortest(value: float) -> float:
@@ -209,21 +242,24 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _refuse_features(metadata: Mapping[str, Any], file: Path) -> None:
+def _refuse_features(metadata: Mapping[str, Any], architecture: str, file: Path) -> None:
+    def stated(key: str, default: Any) -> Any:
+        return metadata.get(f"{architecture}.{key}", default)
+
     features = {
-        "experts": metadata.get("llama.expert_count", 0) != 0,
-        "sliding_window": metadata.get("llama.attention.sliding_window", 0) != 0,
-        "rope scaling type": metadata.get("llama.rope.scaling.type", "none") != "none",
+        "experts": stated("expert_count", 0) != 0,
+        "sliding_window": stated("attention.sliding_window", 0) != 0,
+        "rope scaling type": stated("rope.scaling.type", "none") != "none",
         "heads that differ by layer": any(
-            isinstance(metadata.get(f"llama.{key}"), np.ndarray)
+            isinstance(stated(key, None), np.ndarray)
             for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
         ),
     }
     for feature, present in features.items():
         if present:
             raise UnsupportedModel(
-                f"{file}: {feature} is not supported; supported: plain Llama with rope type "
-                "default or llama3"
+                f"{file}: {feature} is not supported; supported: plain Llama and Qwen with rope "
+                "type default or llama3"
             )
 
 

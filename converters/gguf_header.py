@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ondevice.errors import BadCheckpoint, UnsupportedModel
@@ -20,6 +21,7 @@ _READABLE_TYPES = {
     2: ("Q4_0", 32, 18),
     3: ("Q4_1", 32, 20),
     8: ("Q8_0", 32, 34),
+    30: ("BF16", 1, 2),
 }
 _OTHER_TYPES = {
     6: "Q5_0",
@@ -31,7 +33,6 @@ _OTHER_TYPES = {
     13: "Q5_K",
     14: "Q6_K",
     15: "Q8_K",
-    30: "BF16",
     39: "MXFP4",
 }
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -43,8 +44,18 @@ Shape = tuple[int, ...]
 """Outputs first: the reverse of ggml's order."""
 
 
-def read_header(file: Path) -> dict[str, Shape]:
-    """Shape of every tensor by GGUF name.
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A tensor's shape, ggml type, and where its data lie in the file, in bytes."""
+
+    shape: Shape
+    type_name: str
+    start: int
+    size_bytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorPlace]:
+    """Place of every tensor by GGUF name.
 
     Raises BadCheckpoint for what is no whole GGUF file, UnsupportedModel for a tensor type that is
     not read (all K-quants).
@@ -69,7 +80,7 @@ class _Cursor:
         self._data, self._file, self._at = data, file, 0
         self._alignment = 32
 
-    def table(self, size_bytes: int) -> dict[str, Shape]:
+    def table(self, size_bytes: int) -> dict[str, TensorPlace]:
         magic = self._data[:4]
         if magic != b"GGUF":
             raise BadCheckpoint(
@@ -82,19 +93,15 @@ class _Cursor:
             raise UnsupportedModel(f"{self._file}: GGUF version {version}; supported: 2, 3")
         for _ in range(pairs):
             self._skip_pair()
-        table: dict[str, Shape] = {}
-        needed_bytes = 0
-        for _ in range(tensors):
-            name, shape, end = self._tensor()
-            table[name] = shape
-            needed_bytes = max(needed_bytes, end)
+        relative = dict(self._tensor() for _ in range(tensors))
+        needed_bytes = max((at.start + at.size_bytes for at in relative.values()), default=0)
         start = -(-self._at // self._alignment) * self._alignment
         if start + needed_bytes > size_bytes:
             raise BadCheckpoint(
                 f"{self._file}: expected {start + needed_bytes} bytes (the header's own sum), got "
                 f"{size_bytes}; the file is truncated, download it again"
             )
-        return table
+        return {name: replace(place, start=start + place.start) for name, place in relative.items()}
 
     def _take(self, layout: str) -> tuple[int, ...]:
         values: tuple[int, ...] = struct.unpack_from(layout, self._data, self._at)
@@ -135,8 +142,8 @@ class _Cursor:
                 "the file is damaged, download it again"
             )
 
-    def _tensor(self) -> tuple[str, Shape, int]:
-        """Name, shape, and where its data ends, in bytes from the start of the data."""
+    def _tensor(self) -> tuple[str, TensorPlace]:
+        """Name and place; the start counts from the start of all data."""
         name = self._text()
         (rank,) = self._take("<I")
         dims = self._take(f"<{rank}Q")
@@ -145,8 +152,9 @@ class _Cursor:
             got = _OTHER_TYPES.get(kind, f"number {kind}")
             raise UnsupportedModel(
                 f"{self._file}: tensor {name} is of type {got}; supported: "
-                f"{', '.join(type_name for type_name, _, _ in _READABLE_TYPES.values())}"
+                f"{', '.join(type_name for type_name, _, _ in _READABLE_TYPES.values())}; take a "
+                "file of one of these, or the Hugging Face folder"
             )
-        _, block, block_bytes = _READABLE_TYPES[kind]
-        end = offset + math.prod(dims) // block * block_bytes
-        return name, tuple(reversed(dims)), end
+        type_name, block, block_bytes = _READABLE_TYPES[kind]
+        size_bytes = math.prod(dims) // block * block_bytes
+        return name, TensorPlace(tuple(reversed(dims)), type_name, offset, size_bytes)

@@ -1,8 +1,11 @@
-"""Reader of Hugging Face model folders: config.json, safetensors (sharded or not), tokenizer."""
+"""Reader of Hugging Face model folders: config.json, safetensors (sharded or not), tokenizer.
+
+Folders of mlx-community are the same with quantised weights; they are dequantised as they are read.
+"""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,100 +13,79 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
-from ondevice.converters.checkpoint import SUPPORTED_FAMILIES, Checkpoint
+from ondevice.converters.checkpoint import Checkpoint, TensorStore, matrix_shapes
+from ondevice.converters.configjson import read_eos_token_ids, read_json, read_model_config
 from ondevice.converters.tokenizer import tokenizer_from_folder
 from ondevice.errors import BadCheckpoint, UnsupportedModel
-from ondevice.models.config import Llama3Scaling, ModelConfig
+from ondevice.models.config import ModelConfig
+from ondevice.models.family import MATRICES
 
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+_ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
+_PACKED_DTYPES = ("U32",)
+_SCALES, _OFFSETS, _WEIGHT = ".scales", ".biases", ".weight"
 
-
-class _RopeFields(BaseModel):
-    """`rope_parameters` (transformers 5) or `rope_scaling` (before) of a config.json."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: PositiveFloat | None = None
-    factor: PositiveFloat | None = None
-    low_freq_factor: PositiveFloat | None = None
-    high_freq_factor: PositiveFloat | None = None
-    original_max_position_embeddings: PositiveInt | None = None
-    partial_rotary_factor: float = 1.0
-
-
-class _ConfigFields(BaseModel):
-    """The parts of a Llama's config.json that matter; defaults are those of transformers."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    max_position_embeddings: PositiveInt = 2048
-    rms_norm_eps: PositiveFloat = 1e-6
-    rope_theta: PositiveFloat = 10000.0
-    rope_scaling: _RopeFields | None = None
-    rope_parameters: _RopeFields | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    hidden_act: str = "silu"
-    sliding_window: int | None = None
-    partial_rotary_factor: float = 1.0
-    quantization: dict[str, Any] | None = None
-    quantization_config: dict[str, Any] | None = None
-    eos_token_id: int | list[int] | None = None
+Shape = tuple[int, ...]
 
 
 def open_folder(folder: Path) -> Checkpoint:
     """Open the model in `folder`; raises as `open_checkpoint` does."""
-    config_file = folder / "config.json"
-    raw = _read_json(config_file)
-    family = raw.get("model_type")
-    if family not in SUPPORTED_FAMILIES:
+    raw = read_folder_config(folder)
+    config_file = folder / CONFIG_FILE
+    config = read_model_config(raw, config_file)
+    files = SafetensorsStore(folder)
+    store: TensorStore = files
+    if raw.get("quantization") is not None:
+        store = QuantisedStore(files, raw["quantization"], config_file)
+    elif raw.get("quantization_config") is not None:
         raise UnsupportedModel(
-            f"{config_file}: model family {family!r} is not supported; "
-            f"supported: {', '.join(SUPPORTED_FAMILIES)}"
+            f"{config_file}: weights quantised with quantization_config are not supported; use the "
+            "unquantised model, a GGUF, or an mlx-community folder"
         )
-    try:
-        fields = _ConfigFields.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadCheckpoint(
-            f"{config_file}: {where}: {first['msg']}; download the model again"
-        ) from error
-    _refuse_features(fields, config_file)
-    tokenizer_file = folder / "tokenizer.json"
-    if not tokenizer_file.is_file():
+    else:
+        files.require_floats()
+    if config.traits.fused:
+        store = UnfusedStore(store, config)
+    return Checkpoint(
+        config=config,
+        eos_token_ids=read_eos_token_ids(raw, folder),
+        label=str(folder),
+        store=store,
+        files=(config_file, *files.files, folder / TOKENIZER_FILE),
+        load_tokenizer=partial(tokenizer_from_folder, folder),
+    )
+
+
+def read_folder_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder that holds a whole model, with a tokenizer.
+
+    Raises BadCheckpoint when one is missing, UnsupportedModel for an adapter.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        for name in _ADAPTER_FILES:
+            if (folder / name).is_file():
+                raise UnsupportedModel(
+                    f"{folder}: expected a model, got an adapter ({name}); merge it into its base "
+                    "model first (mlx_lm.fuse)"
+                )
+    raw = read_json(folder / CONFIG_FILE)
+    if not (folder / TOKENIZER_FILE).is_file():
         raise BadCheckpoint(
             f"{folder}: expected tokenizer.json, got no such file; download the whole repository"
         )
-    store = SafetensorsStore(folder)
-    return Checkpoint(
-        config=_model_config(fields, config_file),
-        eos_token_ids=_eos_token_ids(fields, folder),
-        label=str(folder),
-        store=store,
-        files=(config_file, *store.files, tokenizer_file),
-        load_tokenizer=partial(tokenizer_from_folder, folder),
-    )
+    return raw
 
 
 class SafetensorsStore:
     """The safetensors files of a folder, one or sharded; headers are checked at once."""
 
     def __init__(self, folder: Path) -> None:
-        self._where: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.where: dict[str, Path] = {}
+        self._shapes: dict[str, Shape] = {}
+        self._dtypes: dict[str, str] = {}
         self.files = _weight_files(folder)
         for file in self.files:
             self._read_header(file)
@@ -115,31 +97,144 @@ class SafetensorsStore:
             with safe_open(file, framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
                     part = opened.get_slice(name)
-                    if part.get_dtype() not in _FLOAT_DTYPES:
-                        raise UnsupportedModel(
-                            f"{file}: tensor {name} is of type {part.get_dtype()}, supported: "
-                            f"{', '.join(_FLOAT_DTYPES)}; use the unquantised model"
-                        )
-                    self._where[name] = file
+                    self.where[name] = file
                     self._shapes[name] = tuple(part.get_shape())
+                    self._dtypes[name] = part.get_dtype()
         except (SafetensorError, OSError) as error:
             raise BadCheckpoint(
                 f"{file}: expected a whole safetensors file, got {file.stat().st_size} bytes that "
                 f"do not read as one ({error}); download it again"
             ) from error
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def require_floats(self, further: tuple[str, ...] = ()) -> None:
+        """UnsupportedModel unless every tensor is of a float type, or one of `further`."""
+        for name, dtype in self._dtypes.items():
+            if dtype not in (*_FLOAT_DTYPES, *further):
+                raise UnsupportedModel(
+                    f"{self.where[name]}: tensor {name} is of type {dtype}, supported: "
+                    f"{', '.join(_FLOAT_DTYPES)}; use the unquantised model"
+                )
+
+    def shapes(self) -> Mapping[str, Shape]:
         """Shape of every tensor in the files, from their headers."""
         return self._shapes
+
+    @property
+    def elements(self) -> int:
+        """Weights in all tensors together."""
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def dtype(self, name: str) -> str:
+        """Type of the tensor `name`, as safetensors spells it."""
+        return self._dtypes[name]
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor `name` as float32: one read of its bytes, nothing else of the file."""
         import mlx.core as mx
 
+        return np.array(self.raw(name).astype(mx.float32))
+
+    def raw(self, name: str) -> Any:
+        """The tensor `name` as an mlx array in its own type, read when it is evaluated."""
+        import mlx.core as mx
+
         # safetensors' numpy side knows no bfloat16; mx.load is lazy, so only this one is read.
-        loaded = mx.load(str(self._where[name]))
+        loaded = mx.load(str(self.where[name]))
         assert isinstance(loaded, dict)
-        return np.array(loaded[name].astype(mx.float32))
+        return loaded[name]
+
+
+class QuantisedStore:
+    """A folder that mlx-lm quantised: `X.weight` packed in 32-bit words, `X.scales`, `X.biases`.
+
+    quantization: config.json's entry: group_size, bits, mode, and by module what differs.
+    """
+
+    def __init__(self, files: SafetensorsStore, quantization: Any, config_file: Path) -> None:
+        files.require_floats((*_PACKED_DTYPES, "U8"))
+        if not isinstance(quantization, dict):
+            raise BadCheckpoint(
+                f"{config_file}: expected quantization as an object, got {quantization!r}; "
+                "download the model again"
+            )
+        self._files, self._quantization, self._config_file = files, quantization, config_file
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of every tensor as it is once dequantised."""
+        found = {}
+        for name, shape in self._files.shapes().items():
+            stem = name.removesuffix(_WEIGHT)
+            if name.endswith((_SCALES, _OFFSETS)):
+                continue
+            if self._is_packed(stem):
+                shape = (*shape[:-1], shape[-1] * 32 // self._settings(stem)["bits"])
+            found[name] = shape
+        return found
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor `name` in float32, dequantised where it is packed."""
+        import mlx.core as mx
+
+        stem = name.removesuffix(_WEIGHT)
+        if not self._is_packed(stem):
+            return self._files.read(name)
+        scales = self._files.raw(stem + _SCALES)
+        offsets = None
+        if stem + _OFFSETS in self._files.shapes():
+            offsets = self._files.raw(stem + _OFFSETS).astype(mx.float32)
+            scales = scales.astype(mx.float32)
+        dense = mx.dequantize(self._files.raw(name), scales, offsets, **self._settings(stem))
+        return np.array(dense.astype(mx.float32))
+
+    def _is_packed(self, stem: str) -> bool:
+        return stem + _SCALES in self._files.shapes()
+
+    def _settings(self, stem: str) -> dict[str, Any]:
+        own = self._quantization.get(stem)
+        merged = {**self._quantization, **(own if isinstance(own, dict) else {})}
+        try:
+            settings = {key: int(merged[key]) for key in ("group_size", "bits")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadCheckpoint(
+                f"{self._config_file}: expected group_size and bits for {stem}, got {merged}; "
+                "download the model again"
+            ) from error
+        return {**settings, "mode": str(merged.get("mode", "affine"))}
+
+
+class UnfusedStore:
+    """The same tensors, with fused matrices cut into their parts."""
+
+    def __init__(self, store: TensorStore, config: ModelConfig) -> None:
+        self._store = store
+        self._parts: dict[str, tuple[str, slice]] = {}
+        rows = {name: shape[0] for name, shape in matrix_shapes(config).items()}
+        for layer in range(config.num_layers):
+            for module, parts in config.traits.fused.items():
+                whole, at = f"model.layers.{layer}.{module}.weight", 0
+                for part in parts:
+                    name = f"model.layers.{layer}.{MATRICES[part]}.weight"
+                    self._parts[name] = whole, slice(at, at + rows[part])
+                    at += rows[part]
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of every tensor by canonical name; a fused one of another height stays whole."""
+        found = dict(self._store.shapes())
+        heights: dict[str, int] = {}
+        for whole, rows in self._parts.values():
+            heights[whole] = max(heights.get(whole, 0), rows.stop)
+        fits = {whole for whole, rows in heights.items() if found.get(whole, (0,))[0] == rows}
+        for name, (whole, rows) in self._parts.items():
+            if whole in fits:
+                found[name] = (rows.stop - rows.start, *self._store.shapes()[whole][1:])
+        return {name: shape for name, shape in found.items() if name not in fits}
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor `name` in float32."""
+        if name not in self._parts:
+            return self._store.read(name)
+        whole, rows = self._parts[name]
+        return self._store.read(whole)[rows]
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -152,7 +247,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 "neither; download the safetensors version of the model"
             )
         return [single]
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadCheckpoint(f"{index}: expected a weight_map, got none; download it again")
     files = [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
@@ -163,93 +258,3 @@ def _weight_files(folder: Path) -> list[Path]:
                 "such file; download it again"
             )
     return files
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadCheckpoint(
-            f"{file.parent}: expected {file.name}, got no such file; "
-            "give a folder in Hugging Face format"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise BadCheckpoint(
-            f"{file}: expected JSON, got something else ({error}); download it again"
-        ) from error
-    if not isinstance(content, dict):
-        raise BadCheckpoint(f"{file}: expected a JSON object, got a {type(content).__name__}")
-    return content
-
-
-def _refuse_features(fields: _ConfigFields, config_file: Path) -> None:
-    rope = fields.rope_parameters or fields.rope_scaling or _RopeFields()
-    rotated = {fields.partial_rotary_factor, rope.partial_rotary_factor}
-    features = {
-        "attention_bias": fields.attention_bias,
-        "mlp_bias": fields.mlp_bias,
-        f"hidden_act {fields.hidden_act!r}": fields.hidden_act != "silu",
-        "sliding_window": fields.sliding_window is not None,
-        "quantised weights": fields.quantization is not None
-        or fields.quantization_config is not None,
-        "partial_rotary_factor": rotated != {1.0},
-        f"rope type {_rope_type(rope)!r}": _rope_type(rope) not in ("default", "llama3"),
-    }
-    for feature, present in features.items():
-        if present:
-            raise UnsupportedModel(
-                f"{config_file}: {feature} is not supported; supported: plain Llama with rope "
-                "type default or llama3, no biases, weights in F32, F16 or BF16"
-            )
-
-
-def _rope_type(rope: _RopeFields) -> str:
-    return rope.rope_type or rope.type or "default"
-
-
-def _model_config(fields: _ConfigFields, config_file: Path) -> ModelConfig:
-    rope = fields.rope_parameters or fields.rope_scaling or _RopeFields()
-    return ModelConfig(
-        family="llama",
-        vocab_size=fields.vocab_size,
-        hidden_size=fields.hidden_size,
-        intermediate_size=fields.intermediate_size,
-        num_layers=fields.num_hidden_layers,
-        num_heads=fields.num_attention_heads,
-        num_kv_heads=fields.num_key_value_heads or fields.num_attention_heads,
-        head_dim=fields.head_dim or fields.hidden_size // fields.num_attention_heads,
-        context=fields.max_position_embeddings,
-        rms_norm_eps=fields.rms_norm_eps,
-        rope_theta=rope.rope_theta or fields.rope_theta,
-        rope_scaling=_llama3_scaling(rope, config_file),
-        tied_embeddings=fields.tie_word_embeddings,
-    )
-
-
-def _llama3_scaling(rope: _RopeFields, config_file: Path) -> Llama3Scaling | None:
-    if _rope_type(rope) != "llama3":
-        return None
-    factor, low, high = rope.factor, rope.low_freq_factor, rope.high_freq_factor
-    original = rope.original_max_position_embeddings
-    if factor is None or low is None or high is None or original is None or low >= high:
-        raise BadCheckpoint(
-            f"{config_file}: llama3 rope needs factor, low_freq_factor < high_freq_factor and "
-            f"original_max_position_embeddings, got {factor}, {low}, {high}, {original}; "
-            "download the model again"
-        )
-    return Llama3Scaling(factor, low, high, original)
-
-
-def _eos_token_ids(fields: _ConfigFields, folder: Path) -> tuple[int, ...]:
-    """generation_config.json's list, which instruct models keep complete, else config.json's."""
-    stated: Any = fields.eos_token_id
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        stated = _read_json(generation).get("eos_token_id", stated)
-    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    if not all(isinstance(token, int) and 0 <= token < fields.vocab_size for token in ids):
-        raise BadCheckpoint(
-            f"{folder}: expected eos_token_id below {fields.vocab_size}, got {stated}; "
-            "correct generation_config.json"
-        )
-    return tuple(dict.fromkeys(ids))

@@ -15,11 +15,13 @@ from ondevice.artifact import (
     DrafterManifest,
     PairManifest,
     VerifierManifest,
+    file_sha256,
     replacing,
 )
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.download import fetch_weights
 from ondevice.converters.progress import Reporter
+from ondevice.converters.trained import read_trained
 from ondevice.converters.verifier import tensor_bytes, write_verifier
 from ondevice.errors import ArtifactError, BadRequest, UnknownPair
 from ondevice.home import (
@@ -72,9 +74,9 @@ def write_pair(
 ) -> PairManifest:
     """Convert `checkpoint` to a pair at `folder`, whole or not at all.
 
-    The drafter is cut from the same model; without `verifier` that one is float32. A pair that is
-    there is replaced; BadRequest when `folder` holds anything else. Says on stderr what it does,
-    unless `quiet`.
+    The drafter is cut from the same model, or was taught on it (`drafter.trained`); without
+    `verifier` that one is float32. A pair that is there is replaced; BadRequest when `folder` holds
+    anything else. Says on stderr what it does, unless `quiet`.
     """
     if folder.exists() and not (folder / PAIR_FILE).is_file() and not _is_empty(folder):
         raise BadRequest(
@@ -157,15 +159,15 @@ def _drafter_current(folder: Path, pair: Pair) -> bool:
         manifest = DrafterManifest.read(folder / DRAFTER_FOLDER / DRAFTER_FILE)
     except ArtifactError:
         return False
-    made = DrafterRecipe(
-        layers=tuple(manifest.layers),
-        row_counts=tuple(manifest.row_counts),
-        context_sizes=tuple(manifest.context_sizes),
-    )
+    recipe = pair.drafter
+    trained = recipe.trained_path
+    sources = [pair.source.member_sha256, *([file_sha256(trained)] if trained else [])]
     return (
-        made == pair.drafter
+        (recipe.layers is None or recipe.layers == tuple(manifest.layers))
+        and recipe.row_counts == tuple(manifest.row_counts)
+        and recipe.context_sizes == tuple(manifest.context_sizes)
         and manifest.converter_version == version("ondevice")
-        and [source.sha256 for source in manifest.sources] == [pair.source.member_sha256]
+        and [source.sha256 for source in manifest.sources] == sources
     )
 
 
@@ -181,7 +183,9 @@ def _write_verifier(
 def _write_drafter(
     checkpoint: Checkpoint, folder: Path, recipe: DrafterRecipe, reporter: Reporter
 ) -> None:
-    with reporter.stage(f"Building the Core ML drafter ({len(recipe.layers)} layers)") as step:
+    trained = read_trained(recipe.trained_path) if recipe.trained_path else None
+    layers = trained.header.layers if trained else recipe.layers or ()
+    with reporter.stage(f"Building the Core ML drafter ({len(layers)} layers)") as step:
         # Imported when it is due: coremltools takes seconds.
         from ondevice.converters.drafter import convert_drafter
 
@@ -190,6 +194,7 @@ def _write_drafter(
             folder / VERIFIER_FOLDER,
             folder / DRAFTER_FOLDER,
             layers=recipe.layers,
+            trained=trained,
             row_counts=recipe.row_counts,
             context_sizes=recipe.context_sizes,
             progress=step,

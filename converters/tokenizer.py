@@ -29,6 +29,8 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Qwen 2's: the same, but each digit is a word of its own.
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def tokenizer_from_folder(folder: Path) -> PreTrainedTokenizerFast:
@@ -150,7 +152,7 @@ def _entry(metadata: Mapping[str, Any], key: str, label: str) -> list[str]:
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], label: str) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders
+    from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
     kind = metadata.get("tokenizer.ggml.model")
@@ -177,6 +179,8 @@ def _byte_level_bpe(metadata: Mapping[str, Any], label: str) -> Tokenizer:
             f"{label}: merges do not fit the vocabulary ({error}); download the file again"
         ) from error
     backend = Tokenizer(model)
+    if rule == "qwen2":
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = rules[rule]
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -186,16 +190,18 @@ def _splitting_rules() -> dict[str, PreTokenizer]:
     """llama.cpp's names (tokenizer.ggml.pre) for how text is cut before merging."""
     from tokenizers import Regex, pre_tokenizers
 
+    def split_by(pattern: str) -> PreTokenizer:
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), bytes_only]
+        )
+
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     return {
         "gpt-2": gpt2,
         "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2]),
-        "llama-bpe": pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
+        "llama-bpe": split_by(_LLAMA3_SPLIT),
+        "qwen2": split_by(_QWEN2_SPLIT),
     }
 
 

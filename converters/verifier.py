@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ondevice.artifact import VERIFIER_FILE, VerifierManifest, replacing
-from ondevice.converters.checkpoint import Checkpoint, tensor_shapes
+from ondevice.converters.checkpoint import Checkpoint, refuse_nonfinite, tensor_shapes
+from ondevice.converters.mlxmodel import mlx_config
 from ondevice.converters.progress import Progress
 from ondevice.converters.tokenizer import save_tokenizer
+from ondevice.errors import UnsupportedModel
 from ondevice.models.config import ModelConfig
 from ondevice.verifierfolder import files_sha256
 
@@ -36,12 +40,25 @@ def write_verifier(
     split); one file's worth is in memory at a time. Raises what reading the checkpoint raises, and
     CacheUnwritable when the disk is full or refuses.
     """
+    if checkpoint.config.traits.fused:
+        raise UnsupportedModel(
+            f"{checkpoint.label}: a verifier of family {checkpoint.config.family} is made from its "
+            "Hugging Face folder only"
+        )
     with replacing(folder) as scratch:
         scratch.mkdir()
-        _write_json(scratch / "config.json", mlx_config(checkpoint, dtype))
+        _write_json(scratch / "config.json", folder_config(checkpoint, dtype))
         _write_json(scratch / "generation_config.json", _generation_config(checkpoint))
         save_tokenizer(checkpoint.tokenizer, scratch)
-        _write_weights(checkpoint, scratch, dtype, progress, shard_bytes)
+        write_shards(
+            partial(_array, checkpoint),
+            tensor_shapes(checkpoint.config),
+            scratch,
+            dtype,
+            checkpoint.label,
+            progress,
+            shard_bytes,
+        )
         manifest = VerifierManifest(
             family=checkpoint.config.family,
             dtype=dtype,
@@ -56,32 +73,15 @@ def write_verifier(
     return manifest
 
 
-def mlx_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
-    """config.json of a Llama: the keys that both mlx-lm and transformers read.
+def _array(checkpoint: Checkpoint, name: str) -> mx.array:
+    import mlx.core as mx
 
-    Nothing is left to a default: for `tie_word_embeddings` the two disagree on it.
-    """
-    config = checkpoint.config
-    content: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_scaling(config),
-        "tie_word_embeddings": config.tied_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": dtype,
-    }
+    return mx.array(checkpoint.tensor(name))
+
+
+def folder_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
+    """config.json of the verifier's folder."""
+    content = {**mlx_config(checkpoint.config), "torch_dtype": dtype}
     if checkpoint.eos_token_ids:
         content["eos_token_id"] = list(checkpoint.eos_token_ids)
     if checkpoint.tokenizer.bos_token_id is not None:
@@ -89,36 +89,27 @@ def mlx_config(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
     return content
 
 
-def rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """`rope_scaling` of a config.json as mlx-lm and transformers read it; None for plain RoPE."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
-
-
 def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"eos_token_id": list(checkpoint.eos_token_ids)} if checkpoint.eos_token_ids else {}
 
 
-def _write_weights(
-    checkpoint: Checkpoint,
+def write_shards(
+    read: Callable[[str], mx.array],
+    shapes: Mapping[str, tuple[int, ...]],
     folder: Path,
     dtype: Dtype,
+    label: str,
     progress: Progress | None,
     shard_bytes: int,
 ) -> None:
-    """Write the shards and, for several, their index."""
+    """Write tensors rounded to `dtype` and, for several files, their index.
+
+    Raises BadCheckpoint, naming the tensor and the model `label`, for one that is not finite.
+    """
     import mlx.core as mx
 
     target = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}[dtype]
-    sizes = tensor_bytes(checkpoint.config, target.size)
+    sizes = {name: math.prod(shape) * target.size for name, shape in shapes.items()}
     total_bytes, done_bytes = sum(sizes.values()), 0
     plan = plan_shards(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
@@ -128,8 +119,8 @@ def _write_weights(
             shard = f"model-{number:05}-of-{len(plan):05}.safetensors"
         tensors = {}
         for name in names:
-            tensors[name] = mx.array(checkpoint.tensor(name)).astype(target)
-            mx.eval(tensors[name])
+            tensors[name] = read(name).astype(target)
+            refuse_nonfinite(name, tensors[name], label)
             done_bytes += sizes[name]
             if progress is not None:
                 progress(done_bytes, total_bytes)

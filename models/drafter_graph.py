@@ -16,23 +16,30 @@ What the graph promises besides the numbers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ondevice.models.config import ModelConfig
+from ondevice.models.drafter_layers import decoder_layer, rms_norm, stored_epsilon, views
 from ondevice.models.drafter_weights import (
     CHUNK_ROWS,
-    RESIDUAL_SCALE,
     DrafterWeights,
     HeadPart,
     LayerWeights,
+    Single,
     head_partition,
+    unfolded_ends,
+    unfolded_layer,
+    vector_names,
 )
-from ondevice.models.mil import FP16_MAX, FunctionSource, Half, Scope, Var
+from ondevice.models.family import MATRICES
+from ondevice.models.mil import FunctionSource, Scope, Var
+from ondevice.models.packed import Half
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -56,13 +63,17 @@ class DrafterSizes(Protocol):
     def head_dim(self) -> int:
         """Size of a head."""
 
+    @property
+    def has_local_layers(self) -> bool:
+        """Whether any layer sees a window only."""
+
 
 def input_shapes(sizes: DrafterSizes, rows: int, context: int) -> Shapes:
     """Names and shapes of a function's inputs, all fp16.
 
     x: embeddings; cos, sin: `ondevice.models.rope.cos_sin`; mask over the slots and mask_new over
-    this step's rows (row, column): 0 where a row sees, MASKED where not; k_i, v_i: the slots of
-    layer i.
+    this step's rows (row, column): 0 where a row sees, MASKED where not; the same four once more,
+    `..._local`, where layers see a window only; k_i, v_i: the slots of layer i.
     """
     angles = (1, 1, sizes.head_dim, rows)
     cache = (1, sizes.num_kv_heads, context, sizes.head_dim)
@@ -73,6 +84,8 @@ def input_shapes(sizes: DrafterSizes, rows: int, context: int) -> Shapes:
         "mask": (1, 1, rows, context),
         "mask_new": (1, 1, rows, rows),
     }
+    if sizes.has_local_layers:
+        shapes |= {f"{name}_local": shapes[name] for name in ("cos", "sin", "mask", "mask_new")}
     for layer in range(sizes.num_layers):
         shapes |= {f"k_{layer}": cache, f"v_{layer}": cache}
     return shapes
@@ -120,219 +133,81 @@ class DrafterFunction:
         return FunctionSource(self.name, self.inputs(), partial(_decoder, self, weights))
 
 
-def stored_weights(constant: Callable[[str], Half], config: ModelConfig) -> DrafterWeights:
-    """The weights of a package, read back by the names that the graph gave them.
+def stored_tensors(
+    constant: Callable[[str], npt.NDArray[Any]], config: ModelConfig
+) -> Iterator[tuple[str, Single]]:
+    """The weights of a package by canonical name (`drafter_weights.unfolded`), layer by layer.
 
-    `constant(name)` is the value of a `const` op as it was built; raises what that raises.
+    `constant(name)` is the value of a weight by the name that the graph gave it; raises what that
+    raises.
     """
 
-    def layer(index: int) -> LayerWeights:
-        read = {
-            field: constant(f"layer{index}_{block}_{field}_weight")[:, :, 0, 0]
-            for block, fields in _BLOCKS.items()
-            for field in fields
+    def matrix(name: str) -> Half:
+        return constant(name)[:, :, 0, 0].astype(np.float16)
+
+    for index in range(config.num_layers):
+        names = {name: f"layer{index}_{_constant_name(name)}" for name in MATRICES}
+        vectors = {
+            name: constant(f"layer{index}_{_constant_name(name)}").reshape(-1).astype(np.float16)
+            for name in vector_names(config)
         }
-        return LayerWeights(**read)
-
-    parts = len(head_partition(config.vocab_size))
-    head = [constant(f"logits_{part}_weight")[:, :, 0, 0] for part in range(parts)]
-    return DrafterWeights(
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        head=tuple(HeadPart(weight, None) for weight in head),
-    )
+        layer = LayerWeights(**{name: matrix(at) for name, at in names.items()}, vectors=vectors)
+        yield from unfolded_layer(layer, index, config).items()
+    parts = range(len(head_partition(config.vocab_size)))
+    head = [matrix(f"logits_{part}_weight") for part in parts]
+    yield from unfolded_ends(head, config).items()
 
 
-_BLOCKS = {"attention": ("query", "key", "value", "output"), "mlp": ("gate", "up", "down")}
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What all layers of a step share; `cos`, `sin` (1,1,hd,T), masks repeated per group member."""
-
-    function: DrafterFunction
-    cos: Var
-    signed_sin: Var
-    mask: Var
-    mask_new: Var
+def _constant_name(name: str) -> str:
+    """Name inside its layer of the constant that holds a matrix or vector of LayerWeights."""
+    block = "mlp" if name.removesuffix("_bias") in ("gate", "up", "down") else "attention"
+    if name.startswith("after_"):
+        return f"{name}_gain"
+    if name.endswith("_norm"):
+        return f"{block}_{name}_gain"
+    return f"{block}_{name}" if name.endswith("_bias") else f"{block}_{name}_weight"
 
 
 def _decoder(
     function: DrafterFunction, weights: DrafterWeights, inputs: Mapping[str, Var]
 ) -> list[Var]:
-    graph = Scope()
-    step = _prepare(graph.within("step"), function, inputs)
-    x = graph("mul", "residual", x=inputs["x"], y=np.float16(RESIDUAL_SCALE))
+    graph, config, traits = Scope(), function.config, function.config.traits
+    seen = views(graph.within("step"), config, inputs)
+    scale = np.float16(traits.residual_scale * embedding_scale(config))
+    x = graph("mul", "residual", x=inputs["x"], y=scale)
     keys, values = [], []
-    for index, layer in enumerate(weights.layers):
+    for index, layer_weights in enumerate(weights.layers):
+        cache = (inputs[f"k_{index}"], inputs[f"v_{index}"])
+        view = seen[config.kind(index)]
         scope = graph.within(f"layer{index}")
-        attended, key, value = _attention(
-            scope.within("attention"),
-            step,
-            _rms_norm(scope.within("attention_norm"), x, function.config),
-            layer,
-            (inputs[f"k_{index}"], inputs[f"v_{index}"]),
-        )
-        x = scope("add", "attention_residual", x=x, y=attended)
-        normed = _rms_norm(scope.within("mlp_norm"), x, function.config)
-        x = scope("add", "mlp_residual", x=x, y=_mlp(scope.within("mlp"), normed, layer))
+        x, key, value = decoder_layer(scope, x, config, layer_weights, view, cache)
         keys.append(key)
         values.append(value)
     outputs = [
         graph("concat", "k_new", values=keys, axis=0),
         graph("concat", "v_new", values=values, axis=0),
     ]
-    x = _rms_norm(graph.within("final_norm"), x, function.config)
+    eps = stored_epsilon(config.rms_norm_eps, traits.residual_scale)
+    x = rms_norm(graph.within("final_norm"), x, eps)
     for index, part in enumerate(weights.head):
         outputs += _head(graph, x, index, part, function.rows)
     return outputs
 
 
-def _prepare(scope: Scope, function: DrafterFunction, inputs: Mapping[str, Var]) -> _Step:
-    """Fold the minus sign of the rotation into sin; give each query head of a group its mask row.
-
-    The queries of a group are rows of one matrix, so their masks are `group_size` copies one below
-    the other; made once for all layers, it saves them a reshape each way.
-    """
-    half = function.config.head_dim // 2
-    sign = np.ones((1, 1, 2 * half, 1), np.float16)
-    sign[:, :, :half] = -1
-    group = function.config.group_size
-
-    def per_query(name: str) -> Var:
-        mask = inputs[name]
-        return mask if group == 1 else scope("concat", name, values=[mask] * group, axis=2)
-
-    return _Step(
-        function=function,
-        cos=inputs["cos"],
-        signed_sin=scope("mul", "signed_sin", x=inputs["sin"], y=scope.weight("sign", sign)),
-        mask=per_query("mask"),
-        mask_new=per_query("mask_new"),
-    )
-
-
-def _rms_norm(scope: Scope, x: Var, config: ModelConfig) -> Var:
-    """x / sqrt(mean(x^2) + eps) over channels of an unscaled x, as a layer norm of [x, -x].
-
-    That vector has mean 0 and variance mean(x^2), so eps keeps its meaning; mean(x^2) itself would
-    overflow fp16 for |x| > 255 (ANEMLL; facts of the engine: its layer norm accumulates in fp32).
-    MIL stores eps in fp16: 2.5e-6 (1e-5 for the unscaled x) becomes 2.503e-6.
-    """
-    negative = scope("mul", "negative", x=x, y=np.float16(-1))
-    both = scope("concat", "both", values=[x, negative], axis=1)
-    eps = np.float16(config.rms_norm_eps * RESIDUAL_SCALE**2)
-    normed = scope("layer_norm", "layer_norm", x=both, axes=(1,), epsilon=eps)
-    size = (1, config.hidden_size, 1, x.shape[3])
-    return scope("slice_by_size", "first_half", x=normed, begin=(0, 0, 0, 0), size=size)
-
-
-def _rope(scope: Scope, x: Var, step: _Step) -> Var:
-    """x (1, heads, hd, T) rotated: x * cos + swapped halves * (-sin, sin)."""
-    low, high = scope("split", "halves", x=x, num_splits=2, axis=2)
-    swapped = scope("concat", "swapped", values=[high, low], axis=2)
-    straight = scope("mul", "straight", x=x, y=step.cos)
-    crossed = scope("mul", "crossed", x=swapped, y=step.signed_sin)
-    return scope("add", "rotated", x=straight, y=crossed)
-
-
-def _heads(scope: Scope, x: Var, heads: int) -> Var:
-    """x (1, heads * hd, 1, T) as (1, heads, hd, T)."""
-    rows = x.shape[3]
-    return scope("reshape", "heads", x=x, shape=(1, heads, x.shape[1] // heads, rows))
-
-
-def _attention(
-    scope: Scope, step: _Step, x: Var, weights: LayerWeights, cache: tuple[Var, Var]
-) -> tuple[Var, Var, Var]:
-    """Attention over the cache and this step's rows; x (1, D, 1, T).
-
-    Returns the output (1, D, 1, T) and the new keys (after RoPE) and values, (1, KV, T, hd).
-    """
-    config, rows = step.function.config, step.function.rows
-    to_rows = (0, 1, 3, 2)
-    query = _heads(scope.within("query"), scope.linear("query", x, weights.query), config.num_heads)
-    query = scope(
-        "transpose", "query_rows", x=_rope(scope.within("query"), query, step), perm=to_rows
-    )
-    grouped = (1, config.num_kv_heads, config.group_size * rows, config.head_dim)
-    query = scope("reshape", "query_groups", x=query, shape=grouped)
-    key = _heads(scope.within("key"), scope.linear("key", x, weights.key), config.num_kv_heads)
-    key = scope("transpose", "key_rows", x=_rope(scope.within("key"), key, step), perm=to_rows)
-    value = scope.linear("value", x, weights.value)
-    value = _heads(scope.within("value"), value, config.num_kv_heads)
-    value = scope("transpose", "value_rows", x=value, perm=to_rows)
-
-    new = (key, value)
-    if rows > 1:
-        new = (
-            _finite(scope.within("key"), key),
-            _finite(scope.within("value"), value),
-        )
-    mixed = _softmax_mix(scope, query, cache, new, (step.mask, step.mask_new))
-    split = (1, config.num_heads, rows, config.head_dim)
-    mixed = scope("reshape", "mixed_heads", x=mixed, shape=split)
-    mixed = scope("transpose", "mixed_columns", x=mixed, perm=to_rows)
-    channels = (1, config.num_heads * config.head_dim, 1, rows)
-    mixed = scope("reshape", "mixed_channels", x=mixed, shape=channels)
-    return scope.linear("output", mixed, weights.output), key, value
-
-
-def _finite(scope: Scope, x: Var) -> Var:
-    """x with 0 in place of NaN and infinity (comparisons with NaN are false).
-
-    abs, less_equal and select run on the engine of M1 to M5 (ANEForge op-catalog).
-    """
-    size = scope("abs", "size", x=x)
-    fits = scope("less_equal", "fits", x=size, y=np.float16(FP16_MAX))
-    return scope("select", "finite", cond=fits, a=x, b=np.float16(0))
-
-
-def _softmax_mix(
-    scope: Scope, query: Var, cache: tuple[Var, Var], new: tuple[Var, Var], masks: tuple[Var, Var]
-) -> Var:
-    """One softmax over slots and new rows without joining them; query (1, KV, G*T, hd).
-
-    Scores are two products with one common maximum and one common sum, so that a cache input is
-    read by its products only (for Qwen3-0.6B at S = 2048 a concat would move four times as much).
-    """
-    parts = (scope.within("cache"), scope.within("new"))
-    scores = [
-        part("add", "scores", x=part("matmul", "dots", x=query, y=keys, transpose_y=True), y=mask)
-        for part, (keys, _), mask in zip(parts, (cache, new), masks, strict=True)
-    ]
-    maxima = [
-        part("reduce_max", "maximum", x=score, axes=(3,), keep_dims=True)
-        for part, score in zip(parts, scores, strict=True)
-    ]
-    maximum = scope("maximum", "maximum", x=maxima[0], y=maxima[1])
-    weights = [
-        part("exp", "exp", x=part("sub", "shifted", x=score, y=maximum))
-        for part, score in zip(parts, scores, strict=True)
-    ]
-    sums = [
-        part("reduce_sum", "sum", x=weight, axes=(3,), keep_dims=True)
-        for part, weight in zip(parts, weights, strict=True)
-    ]
-    total = scope("add", "sum", x=sums[0], y=sums[1])
-    mixed = [
-        part("matmul", "mixed", x=part("real_div", "weights", x=weight, y=total), y=values)
-        for part, weight, (_, values) in zip(parts, weights, (cache, new), strict=True)
-    ]
-    return scope("add", "mixed", x=mixed[0], y=mixed[1])
-
-
-def _mlp(scope: Scope, x: Var, weights: LayerWeights) -> Var:
-    """down(silu(gate(x)) * up(x)), all (1, D, 1, T)."""
-    gate = scope("silu", "silu", x=scope.linear("gate", x, weights.gate))
-    product = scope("mul", "gated", x=gate, y=scope.linear("up", x, weights.up))
-    return scope.linear("down", product, weights.down)
+def embedding_scale(config: ModelConfig) -> float:
+    """What embedding rows are multiplied by: Gemma's sqrt(hidden size), rounded to bfloat16."""
+    if not config.traits.scaled_embeddings:
+        return 1.0
+    bits = np.float32(config.hidden_size**0.5).view(np.uint32)
+    rounded = (int(bits) + 0x7FFF + ((int(bits) >> 16) & 1)) & 0xFFFF0000
+    return float(np.uint32(rounded).view(np.float32))
 
 
 def _head(graph: Scope, x: Var, index: int, part: HeadPart, rows: int) -> list[Var]:
     """Logits of one part of the vocabulary, and maximum and sum of exp of each 128 of them."""
     logits = graph.linear(f"logits_{index}", x, part.weight, part.bias)
     scope = graph.within(f"chunks_{index}")
-    shape = (1, len(part.weight) // CHUNK_ROWS, CHUNK_ROWS, rows)
+    shape = (1, part.weight.shape[0] // CHUNK_ROWS, CHUNK_ROWS, rows)
     chunks = scope("reshape", "rows", x=logits, shape=shape)
     maximum = graph("reduce_max", f"chunk_max_{index}", x=chunks, axes=(2,), keep_dims=True)
     weights = scope("exp", "exp", x=scope("sub", "shifted", x=chunks, y=maximum))

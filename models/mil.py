@@ -12,22 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Half = npt.NDArray[np.float16]
+from ondevice.models.packed import Half, Matrix, Palettised, Scaled
 
 # Any: coremltools has no type annotations. A Var is the output of an op inside a function.
 Var = Any
-
-# Sources: A13 to A15 class engines (M1 to M3) take at most 16,384 along an axis: ANEMLL
-# llama_model.py, coreai-model-zoo ane-silicon-reference; 65,536 from A16 on.
-ANE_MAX_AXIS = 16_384
-# Rank 5 is the engine's own limit: ANEForge op-quirks, Apple's neural_engine_rules.
-ANE_MAX_RANK = 5
-# Additive mask: -inf makes NaN in a softmax whose row is all masked (coremltools PR 2669).
-# It hides a score up to 9,890 above the best visible one (exp is 0 from -104 on, in fp16 from -17).
-MASKED = -1e4
-FP16_MAX = 65_504.0
 
 
 # Parameters that MIL would fill in, each as a constant op of its own; given here they are shared.
@@ -71,17 +60,33 @@ class Scope:
     def weight(self, name: str, value: Half) -> Var:
         """A constant that all functions with a weight of this full name share in weight.bin."""
         full_name = self.prefix + name
-        constant = _builder().const(val=np.ascontiguousarray(value), name=full_name)
-        constant.op.weight_id = full_name
-        return constant
+        return _shared(full_name, value)
 
-    def linear(self, name: str, x: Var, weight: Half, bias: Half | None = None) -> Var:
+    def matrix(self, name: str, matrix: Matrix) -> Var:
+        """The constant weight (out, in, 1, 1) of a convolution, decompressed where it is packed."""
+        full_name = self.prefix + name
+        if isinstance(matrix, Palettised):
+            groups, size = matrix.palettes.shape
+            return _builder().constexpr_lut_to_dense(
+                indices=_shared(f"{full_name}_indices", _as_uint(matrix)),
+                lut=_shared(f"{full_name}_lut", matrix.palettes.reshape(groups, 1, 1, 1, size, 1)),
+                name=full_name,
+            )
+        if isinstance(matrix, Scaled):
+            return _builder().constexpr_blockwise_shift_scale(
+                data=_shared(f"{full_name}_integers", matrix.integers[:, :, None, None]),
+                scale=_shared(f"{full_name}_scale", matrix.scale.reshape(-1, 1, 1, 1)),
+                name=full_name,
+            )
+        return self.weight(name, matrix[:, :, None, None])
+
+    def linear(self, name: str, x: Var, weight: Matrix, bias: Half | None = None) -> Var:
         """`weight` (out, in) applied to x (1, in, 1, T) as a 1x1 convolution: (1, out, 1, T).
 
         The engine's native layout for a product with constant weights (Apple, "Deploying
         Transformers on the Apple Neural Engine", principle 1).
         """
-        inputs = {"x": x, "weight": self.weight(f"{name}_weight", weight[:, :, None, None])}
+        inputs = {"x": x, "weight": self.matrix(f"{name}_weight", weight)}
         if bias is not None:
             inputs["bias"] = self.weight(f"{name}_bias", bias)
         return self("conv", name, **inputs)
@@ -96,6 +101,20 @@ class Scope:
             name = f"parameter_{len(self._constants)}"
             self._constants[key] = _builder().const(val=stored, name=name)
         return self._constants[key]
+
+
+def _shared(name: str, value: Any) -> Var:
+    constant = _builder().const(val=np.ascontiguousarray(value), name=name)
+    constant.op.weight_id = name
+    return constant
+
+
+def _as_uint(matrix: Palettised) -> Any:
+    from coremltools.converters.mil.mil import types
+
+    dtype = {4: types.np_uint4_dtype, 6: types.np_uint6_dtype}[matrix.bits]
+    # A view: indices of a large model fill a gigabyte, and every function asks for them.
+    return matrix.indices.view(dtype)[:, :, None, None]
 
 
 @dataclass(frozen=True, slots=True)

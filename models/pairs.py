@@ -5,9 +5,10 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from ondevice.errors import UnknownPair
 
@@ -35,21 +36,35 @@ class VerifierRecipe(_Entry):
 
 
 class DrafterRecipe(_Entry):
-    """How the drafter is cut from the verifier.
+    """How the drafter is made from the verifier.
 
-    layers: indices of the verifier's layers, in order. row_counts, context_sizes: rows a step and
-    slots of the exported functions.
+    layers: indices of the verifier's layers, in order, that are cut out as they are; or trained: a
+    file beside pairs.toml that holds a drafter which was taught on this verifier. row_counts,
+    context_sizes: rows a step and slots of the exported functions.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] | None = None
+    trained: str | None = None
     row_counts: tuple[int, ...] = (1, 8, 64)
     context_sizes: tuple[int, ...] = (512, 2048)
+
+    @model_validator(mode="after")
+    def _names_one_source(self) -> Self:
+        if (self.layers is None) == (self.trained is None):
+            raise ValueError("expected either layers or trained")
+        return self
+
+    @property
+    def trained_path(self) -> Path | None:
+        """Where the trained drafter lies; None when layers are cut."""
+        return None if self.trained is None else models_folder() / self.trained
 
 
 class Pair(_Entry):
     """One entry of pairs.toml."""
 
     description: str
+    licence: str = "that of the verifier"
     source: WheelSource
     verifier: VerifierRecipe
     drafter: DrafterRecipe
@@ -60,9 +75,14 @@ class _Pairs(_Entry):
     pairs: dict[str, Pair]
 
 
+def models_folder() -> Path:
+    """The folder of pairs.toml, which also holds trained drafters and the held-out prompts."""
+    return Path(str(files("ondevice.models").joinpath("pairs.toml"))).parent
+
+
 @cache
 def _read() -> _Pairs:
-    text = files("ondevice.models").joinpath("pairs.toml").read_text(encoding="utf-8")
+    text = models_folder().joinpath("pairs.toml").read_text(encoding="utf-8")
     return _Pairs.model_validate(tomllib.loads(text))
 
 

@@ -13,7 +13,29 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ondevice.models.config import Llama3Scaling
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Frequency scaling of Llama 3.1 and later (Hugging Face `rope_type` "llama3").
+
+    Wavelengths longer than `original_context / low_freq_factor` are stretched by `factor`, those
+    shorter than `original_context / high_freq_factor` are kept, those between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every wavelength stretched by `factor` (`rope_type` "linear")."""
+
+    factor: float
+
+
+RopeScaling = Llama3Scaling | LinearScaling
 
 
 class Rotary(Protocol):
@@ -28,8 +50,12 @@ class Rotary(Protocol):
         """Base of the frequencies."""
 
     @property
-    def rope_scaling(self) -> Llama3Scaling | None:
+    def rope_scaling(self) -> RopeScaling | None:
         """None for plain RoPE."""
+
+    @property
+    def rotary_dim(self) -> int | None:
+        """How many dimensions of a head are rotated, None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +64,24 @@ class RotarySettings:
 
     head_dim: int
     rope_theta: float
-    rope_scaling: Llama3Scaling | None
+    rope_scaling: RopeScaling | None
+    rotary_dim: int | None = None
 
 
 def inverse_frequencies(config: Rotary) -> npt.NDArray[np.float64]:
-    """Angle per position of each dimension pair, shape (head_dim / 2,), in radians."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    """Angle per position of each dimension pair, shape (head_dim / 2,), in radians.
+
+    Where only some dimensions are rotated, theirs come first and the other pairs have angle 0: the
+    rows of queries and keys are stored in that order (`ondevice.models.drafter_weights`).
+    """
+    rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    exponents = np.arange(0, rotated, 2, dtype=np.float64) / rotated
     frequencies: npt.NDArray[np.float64] = config.rope_theta**-exponents
-    if config.rope_scaling is None:
-        return frequencies
-    return _llama3_scaled(frequencies, config.rope_scaling)
+    if isinstance(config.rope_scaling, Llama3Scaling):
+        frequencies = _llama3_scaled(frequencies, config.rope_scaling)
+    elif isinstance(config.rope_scaling, LinearScaling):
+        frequencies = frequencies / config.rope_scaling.factor
+    return np.pad(frequencies, (0, (config.head_dim - rotated) // 2))
 
 
 def _llama3_scaled(
@@ -69,6 +103,14 @@ def cos_sin(
     positions: (T,) absolute positions. Both halves of a head hold the same angles. Angles are
     taken in float64: at position 8,000 a float32 product is off by 5e-4 radians.
     """
+    cosines, sines = exact_cos_sin(positions, frequencies)
+    return cosines.astype(np.float16), sines.astype(np.float16)
+
+
+def exact_cos_sin(
+    positions: npt.NDArray[np.int64], frequencies: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """As `cos_sin`, in double precision."""
     angles = np.outer(frequencies, positions)
     both = np.concatenate([angles, angles])[None, None]
-    return np.cos(both).astype(np.float16), np.sin(both).astype(np.float16)
+    return np.cos(both), np.sin(both)

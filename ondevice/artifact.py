@@ -58,6 +58,7 @@ AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
 DifferentSizes = Annotated[Sizes, AfterValidator(_different)]
 Indices = Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_different)]
+LayerKind = Literal["global", "local", "unrotated"]
 PlainName = Annotated[str, AfterValidator(_plain_name)]
 
 
@@ -112,32 +113,66 @@ class FunctionShape(Manifest):
 
 
 class RopeManifest(Manifest):
-    """What the host needs to compute `cos` and `sin`; all but `theta` None for plain RoPE."""
+    """What the host needs to compute `cos` and `sin`.
+
+    factor: of a linear scaling, or with the three parameters after it of Llama 3's; None for plain
+    RoPE. rotated: dimensions of a head that are rotated, None for all.
+    """
 
     theta: AtLeastOne
     factor: AtLeastOne | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     original_context: PositiveInt | None = None
+    rotated: int | None = Field(default=None, gt=0, multiple_of=2)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         low, high = self.low_freq_factor, self.high_freq_factor
-        scaling = (self.factor, low, high, self.original_context)
-        if scaling.count(None) not in (0, len(scaling)):
+        llama3 = (low, high, self.original_context)
+        if llama3.count(None) not in (0, 3) or (self.factor is None and llama3.count(None) == 0):
             raise ValueError("expected all parameters of a scaling or none")
         if low is not None and high is not None and low >= high:
             raise ValueError(f"expected low_freq_factor below high_freq_factor, got {low}, {high}")
         return self
 
 
+class FunctionParity(Manifest):
+    """One function in half precision against mlx-lm with the weights that the package stores.
+
+    max_error: of logits, of the function in fp32. first_choice, top_8: share of positions where
+    mlx-lm's first choice is the function's, or among its first eight. divergence: mean KL, in nats.
+    """
+
+    positions: int
+    max_error: float
+    first_choice: float
+    top_8: float
+    divergence: float
+
+
 class ParityResult(Manifest):
-    """The emulated package against mlx-lm on the same layers, when it was converted."""
+    """The emulated package against mlx-lm on the same layers, when it was converted.
+
+    rounded: with the weights that the package stores; unrounded: with the checkpoint's.
+    first_choice_agreement: of the package in fp32 with the checkpoint, which is what compression
+    costs; None in manifests of before.
+    """
 
     positions: int
     max_error_rounded: float
     max_error_unrounded: float
     first_choice_agreement_fp16: float
+    first_choice_agreement: float | None = None
+    functions: dict[str, FunctionParity] = {}
+
+
+class MemoryEstimate(Manifest):
+    """Bytes that a part takes while it runs; cache_per_token: of keys and values."""
+
+    weights: int
+    cache_per_token: int
+    cache: int
 
 
 class DrafterManifest(Manifest):
@@ -147,9 +182,10 @@ class DrafterManifest(Manifest):
     the rows of each logits output: together `head_rows`, or up to 127 more, which are padding with
     logit -1e4. `embedding_in` says where the host finds the input rows: `embedding_tensor` of the
     verifier's safetensors, or of DRAFTER_EMBEDDING beside this manifest, to be rounded to fp16;
-    `embedding_sha256` is that of the tensor's bytes as stored. `weights_sha256` is that of
-    weight.bin, `ops_sha256` that of the canonical op listing (model.mlmodel differs between
-    identical builds).
+    `embedding_sha256` is that of the tensor's bytes as stored. `window` and `local_rope` describe
+    layers that see the newest `window` tokens only, None where there are none; `layer_kinds`,
+    `query_scale` and `biases` are those of a ModelConfig. `weights_sha256` is that of weight.bin,
+    `ops_sha256` that of the canonical op listing (model.mlmodel differs between identical builds).
     """
 
     format: Literal["ondevice-drafter-1"] = "ondevice-drafter-1"
@@ -161,6 +197,11 @@ class DrafterManifest(Manifest):
     head_dim: int = Field(gt=0, multiple_of=2)
     vocab_size: PositiveInt
     rope: RopeManifest
+    window: PositiveInt | None = None
+    local_rope: RopeManifest | None = None
+    layer_kinds: list[LayerKind] = []
+    query_scale: Positive | None = None
+    biases: list[str] = []
     layers: Indices
     row_counts: DifferentSizes
     context_sizes: DifferentSizes
@@ -178,11 +219,14 @@ class DrafterManifest(Manifest):
     converter_version: str
     parity: ParityResult | None = None
     lint: list[str] = []
+    memory: MemoryEstimate | None = None
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if len(self.layers) != self.num_layers:
             raise ValueError(f"expected {self.num_layers} layers, got {self.layers}")
+        if (self.window is None) != (self.local_rope is None):
+            raise ValueError("expected window and local_rope together or not at all")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} of keys")
         expected = {(rows, size) for rows in self.row_counts for size in self.context_sizes}
@@ -195,6 +239,11 @@ class DrafterManifest(Manifest):
         if max(self.row_to_token or [0]) >= self.vocab_size:
             raise ValueError(f"row_to_token: expected tokens below {self.vocab_size}")
         return self
+
+    @property
+    def has_local_layers(self) -> bool:
+        """Whether any layer sees a window only."""
+        return self.window is not None
 
     @property
     def head_rows(self) -> int:

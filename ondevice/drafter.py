@@ -22,9 +22,15 @@ from ondevice.artifact import DrafterManifest, FunctionShape, RopeManifest
 from ondevice.coreml.runtime import CoreMLRuntime, FunctionSignature, TensorSpec
 from ondevice.drafterfolder import Functions, LoadedDrafter, RuntimeFactory, load_drafter
 from ondevice.errors import UnitFailed
-from ondevice.models.config import Llama3Scaling
 from ondevice.models.drafter_weights import CHUNK_ROWS
-from ondevice.models.rope import RotarySettings, cos_sin, inverse_frequencies
+from ondevice.models.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RotarySettings,
+    cos_sin,
+    inverse_frequencies,
+)
 from ondevice.proposing import Family, Head, RowTokens, ranked_children, sampled_child
 from ondevice.records import DraftResult, DraftRow, Proposal
 from ondevice.sampling import Law
@@ -33,7 +39,7 @@ from ondevice.units import DraftRequest
 
 Array = npt.NDArray[Any]
 
-_HOST_INPUTS = ("x", "cos", "sin", "mask", "mask_new")
+_CACHE_PREFIXES = ("k_", "v_")
 
 
 class CoreMLDrafter:
@@ -51,10 +57,15 @@ class CoreMLDrafter:
         self._embedding = loaded.embedding
         self._runtime = loaded.runtime
         self._vocabulary = RowTokens(manifest.vocab_size, manifest.row_to_token)
-        self._frequencies = inverse_frequencies(rotary_settings(manifest.rope, manifest.head_dim))
+        ropes = {"": manifest.rope, "_local": manifest.local_rope}
+        self._frequencies = {
+            suffix: inverse_frequencies(rotary_settings(rope, manifest.head_dim))
+            for suffix, rope in ropes.items()
+            if rope is not None
+        }
         self._row_counts = sorted(manifest.row_counts)
         self._functions = {
-            (shape.rows, shape.context): _Function(self._runtime, shape, manifest.logit_rows)
+            (shape.rows, shape.context): _Function(self._runtime, shape, manifest)
             for shape in manifest.functions
         }
         self._pools: dict[int, SlotPool] = {}
@@ -195,7 +206,7 @@ class CoreMLDrafter:
             pool,
             rows,
             self._embedding.rows([row.token for row in rows]),
-            cos_sin(positions, self._frequencies),
+            {suffix: cos_sin(positions, turn) for suffix, turn in self._frequencies.items()},
         )
         return function
 
@@ -215,15 +226,17 @@ def _children(head: Head, column: int, family: Family, request: DraftRequest) ->
 
 def rotary_settings(rope: RopeManifest, head_dim: int) -> RotarySettings:
     """A manifest's rotary embedding for heads of size `head_dim`."""
-    scaling = None
-    if rope.factor is not None:
+    scaling: RopeScaling | None = None
+    if rope.original_context is not None:
         scaling = Llama3Scaling(
-            factor=rope.factor,
+            factor=rope.factor or 1.0,
             low_freq_factor=rope.low_freq_factor or 1.0,
             high_freq_factor=rope.high_freq_factor or 1.0,
-            original_context=rope.original_context or 0,
+            original_context=rope.original_context,
         )
-    return RotarySettings(head_dim, rope.theta, scaling)
+    elif rope.factor is not None:
+        scaling = LinearScaling(rope.factor)
+    return RotarySettings(head_dim, rope.theta, scaling, rope.rotated)
 
 
 class _Plan:
@@ -268,12 +281,17 @@ class _Function:
     """
 
     def __init__(
-        self, runtime: CoreMLRuntime, shape: FunctionShape, logit_rows: Sequence[int]
+        self, runtime: CoreMLRuntime, shape: FunctionShape, manifest: DrafterManifest
     ) -> None:
         self._runtime, self.name = runtime, shape.name
-        self.rows, self._logit_rows = shape.rows, logit_rows
+        self.rows, self._logit_rows = shape.rows, manifest.logit_rows
+        self._window = manifest.window
         self._signature = signature = runtime.functions[shape.name]
-        self._own = {name: runtime.buffer(signature.inputs[name]) for name in _HOST_INPUTS}
+        self._own = {
+            name: runtime.buffer(spec)
+            for name, spec in signature.inputs.items()
+            if not name.startswith(_CACHE_PREFIXES)
+        }
         self._inputs: dict[str, Array] = {}
 
     @property
@@ -286,14 +304,23 @@ class _Function:
         pool: SlotPool,
         rows: Sequence[StepRow],
         embeddings: Array,
-        angles: tuple[Array, Array],
+        angles: Mapping[str, tuple[Array, Array]],
     ) -> None:
-        """Write the inputs of a step. embeddings: (len(rows), D); angles: cos and sin for all T."""
+        """Write the inputs of a step.
+
+        embeddings: (len(rows), D); angles: cos and sin for all T by the suffix of their inputs.
+        """
         x = self._own["x"]
         x[0, :, 0, : len(rows)] = embeddings.T
         x[0, :, 0, len(rows) :] = x[0, :, 0, :1]  # a norm of zeros would lean on its epsilon alone
-        self._own["cos"][:], self._own["sin"][:] = angles
+        for suffix, (cosines, sines) in angles.items():
+            self._own[f"cos{suffix}"][:], self._own[f"sin{suffix}"][:] = cosines, sines
         pool.fill_masks(rows, self._own["mask"], self._own["mask_new"])
+        if self._window is not None:
+            local = self._own["mask_local"], self._own["mask_new_local"]
+            for ours, seen in zip(local, (self._own["mask"], self._own["mask_new"]), strict=True):
+                ours[:] = seen
+            pool.narrow_masks(rows, self._window, *local)
         self._inputs = {**self._own, **pool.buffers}
 
     def predict(self, with_head: bool = False) -> tuple[Array, Array]:

@@ -14,14 +14,59 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from ondevice.rows import modules_of
 from ondevice.units import TreeShape
 
-REVIEWED = frozenset({"llama"})
-"""Modules of mlx_lm.models that were read: a row depends on its position and mask only."""
+REVIEWED = frozenset(
+    {
+        "Klear",
+        "afmoe",
+        "apertus",
+        "bailing_moe",
+        "cohere",
+        "cohere2",
+        "dbrx",
+        "deepseek",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone",
+        "exaone_moe",
+        "gear",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "gptj",
+        "granite",
+        "granitemoe",
+        "helium",
+        "hunyuan_v1_dense",
+        "internlm2",
+        "internlm3",
+        "iquestloopcoder",
+        "laguna",
+        "llama",
+        "mimo",
+        "minicpm",
+        "ministral3",
+        "mistral3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "phi3",
+    }
+)
+"""Modules of mlx_lm.models whose rows depend on their position and mask only: a small model of each
+was decoded as a tree, beyond its window and its original context, and in order (the suite does so
+for every one)."""
 
 _OFFSET_SCALE = "its attention scale is computed from the cache's length, not from row positions"
 _LEARNED = "its learned position embeddings are read in order"
 REFUSED = {
-    "ministral3": _OFFSET_SCALE,
-    "mistral3": _OFFSET_SCALE,
     "mistral4": _OFFSET_SCALE,
     "llama4": _OFFSET_SCALE,
     "gpt2": _LEARNED,
@@ -59,25 +104,39 @@ def shape_of(model: Module) -> tuple[TreeShape, str]:
 TREE = (-1, 0, 0, 2, 1)
 """Parents of the probe's rows: two branches whose rows are interleaved."""
 PATHS = ((0, 1, 4), (0, 2, 3))
+DEPTH = 2
+PROBE_TOKENS = 1026
+"""Longest text of the probe: beyond a window of 1,024 tokens, as Gemma 3 has."""
 TOLERANCE = {mx.float32: 1e-3}
 """Largest error by dtype of the logits, in their standard deviations; 0.1 in half precision."""
 
 
-def tree_error(forward: Forward, new_cache: Callable[[], list[Any]], vocab_size: int) -> float:
+def tree_error(
+    forward: Forward,
+    new_cache: Callable[[int], list[Any]],
+    vocab_size: int,
+    far: int = 0,
+    windows: Sequence[int] = (),
+) -> float:
     """Largest difference of tree rows from decoding their paths in order, in logit deviations.
 
-    inf when anything is not finite.
+    new_cache: caches that are empty and begin at a position. The rows lie around position `far`,
+    so that what changes there changes among them, and behind a text that is longer than the
+    smallest of `windows`, up to PROBE_TOKENS. inf when anything is not finite.
     """
-    tokens = np.random.default_rng(0).integers(vocab_size, size=len(TREE) + 2).tolist()
-    prompt, rows = tokens[:2], tokens[2:]
-    cache = new_cache()
-    forward(prompt, (-1, 0), cache)
+    length = min(min(windows, default=0) + 2, PROBE_TOKENS)
+    tokens = np.random.default_rng(0).integers(vocab_size, size=len(TREE) + length).tolist()
+    prompt, rows = tokens[:length], tokens[length:]
+    end = max(length, far - DEPTH)
+    cache = new_cache(end - length)
+    forward(prompt, range(-1, length - 1), cache)
     tree = np.array(forward(rows, TREE, cache).astype(mx.float32))
     worst = 0.0
     for path in PATHS:
-        chain = [*prompt, *(rows[row] for row in path)]
-        logits = forward(chain, range(-1, len(chain) - 1), new_cache())
-        expected = np.array(logits.astype(mx.float32))[len(prompt) :]
+        for layer in cache:
+            layer.truncate(end)
+        logits = forward([rows[row] for row in path], range(-1, len(path) - 1), cache)
+        expected = np.array(logits.astype(mx.float32))
         worst = max(worst, float(np.abs(tree[list(path)] - expected).max() / expected.std()))
     return worst if np.isfinite(worst) else float("inf")
 

@@ -43,12 +43,12 @@ def load_folder(folder: Path) -> LoadedModel:
     except (OSError, RuntimeError, KeyError, TypeError) as error:
         raise _damaged(folder, error) from error
     sizes = {**config, **(config.get("text_config") or {})}
-    scaling = sizes.get("rope_scaling") or {}
+    scaling = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
     return LoadedModel(
         model=model,
         vocab_size=_size(sizes, "vocab_size", folder),
         context=_size(sizes, "max_position_embeddings", folder),
-        original_context=int(scaling.get("original_max_position_embeddings", 0)),
+        original_context=int(scaling.get("original_max_position_embeddings") or 0),
     )
 
 

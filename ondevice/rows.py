@@ -22,40 +22,41 @@ class RowLayout:
     """Where the rows of the forward at hand stand. One per model, shared by all its wrappers.
 
     positions: absolute position of each row, int32 (rows,), or None for a plain chain.
-    shift: added to every position, so that a probe reaches far positions with a short text.
     """
 
     def __init__(self) -> None:
         self.positions: mx.array | None = None
-        self.shift = 0
         self._depths = np.zeros(0, dtype=np.int32)
         self._ancestors = np.zeros((0, 0), dtype=np.bool_)
-        self._masks: dict[tuple[int, int | None], mx.array] = {}
+        self._masks: dict[tuple[int, int, int | None], mx.array] = {}
 
     @contextmanager
     def tree(self, parents: Sequence[int], prefix: int) -> Iterator[None]:
         """Lay out rows with these `parents` (-1: none) after `prefix` cached tokens."""
         self._depths, self._ancestors = tree_of(parents)
-        self.positions = mx.array(self._depths + np.int32(prefix + self.shift))
+        self.positions = mx.array(self._depths + np.int32(prefix))
         try:
             yield
         finally:
             self.positions = None
             self._masks.clear()
 
-    def mask(self, prefix: int, window: int | None) -> mx.array:
-        """What each row sees of the cache and of the rows: bool (rows, prefix + rows)."""
-        key = (prefix, window)
+    def mask(self, start: int, prefix: int, window: int | None) -> mx.array:
+        """What each row sees of the cache, which holds positions `start` to `prefix`, and of rows.
+
+        bool (rows, prefix - start + rows).
+        """
+        key = (start, prefix, window)
         if key not in self._masks:
-            self._masks[key] = mx.array(self._visible(prefix, window))
+            self._masks[key] = mx.array(self._visible(*key))
         return self._masks[key]
 
-    def _visible(self, prefix: int, window: int | None) -> npt.NDArray[np.bool_]:
-        before = np.ones((len(self._depths), prefix), dtype=np.bool_)
+    def _visible(self, start: int, prefix: int, window: int | None) -> npt.NDArray[np.bool_]:
+        before = np.ones((len(self._depths), prefix - start), dtype=np.bool_)
         within = self._ancestors
         if window is not None:
             row_at = (prefix + self._depths)[:, None]
-            before = row_at < np.arange(prefix) + window
+            before = row_at < np.arange(start, prefix) + window
             within = within & (row_at < row_at.T + window)
         return np.concatenate([before, within], axis=1)
 
@@ -92,8 +93,6 @@ class RowRope:
         """x: (batch, heads, rows, head_dim); `offset` is ignored under a tree."""
         positions = self.layout.positions
         if positions is None:
-            if self.layout.shift:
-                offset = offset + self.layout.shift
             rotated: mx.array = self.inner(x, offset, *args, **kwargs)
             return rotated
         batch, heads, rows, width = x.shape
@@ -101,6 +100,27 @@ class RowRope:
         offsets = positions if batch == 1 else mx.tile(positions, batch)
         rotated = self.inner(flat, offsets, *args, **kwargs)
         return rotated.reshape(batch, rows, heads, width).transpose(0, 2, 1, 3)
+
+
+class RowScale:
+    """A ministral3 attention, whose queries are scaled by their position, with rows' own positions.
+
+    Its model computes one scale for the forward from the cache's length, as if rows were a chain:
+    1 + beta log(1 + floor(position / original context)).
+    """
+
+    def __init__(self, inner: Module, layout: RowLayout) -> None:
+        self.inner: Any = inner
+        self.layout = layout
+
+    def __call__(self, x: mx.array, scale: mx.array | None = None, *args: Any, **kw: Any) -> Any:
+        """x: (1, rows, hidden_size); `scale` is the model's, right for chains."""
+        positions = self.layout.positions
+        if positions is not None:
+            beta, original = self.inner.scaling_beta, self.inner.original_max_position_embeddings
+            steps = mx.floor(positions / original)
+            scale = (1 + beta * mx.log(1 + steps)).astype(x.dtype)[:, None]
+        return self.inner(x, scale, *args, **kw)
 
 
 class NormTap:
@@ -147,7 +167,9 @@ def modules_of(model: Module) -> list[Module]:
 
 
 class Instrumented:
-    """An mlx-lm model with wrapped ropes and a tapped final norm; `undo` takes both off again.
+    """An mlx-lm model with wrapped ropes, and position scales where it has them, and a tapped norm.
+
+    `undo` takes all of it off again.
 
     Wrap after the weights are loaded. The wrapped modules' own parameters are out of
     `model.parameters()` until `undo`, so undo before saving.
@@ -162,7 +184,15 @@ class Instrumented:
         ]
         for attention, rope in self._ropes:
             attention.rope = RowRope(rope, self.layout)
-        self._norm_owner = cast(Any, getattr(model, "model", model))
+        self._scaled = [
+            (layer, layer.self_attn)
+            for layer in getattr(model, "layers", ())
+            if hasattr(getattr(layer, "self_attn", None), "scaling_beta")
+        ]
+        for layer, attention in self._scaled:
+            layer.self_attn = RowScale(attention, self.layout)
+        text_model = getattr(model, "language_model", model)
+        self._norm_owner = cast(Any, getattr(text_model, "model", text_model))
         norm = getattr(self._norm_owner, "norm", None)
         self.tap = NormTap(norm) if isinstance(norm, Module) else None
         if self.tap is not None:
@@ -170,6 +200,8 @@ class Instrumented:
 
     def undo(self) -> None:
         """Put the model's own modules back."""
+        for layer, scaled in self._scaled:
+            layer.self_attn = scaled
         for attention, rope in self._ropes:
             attention.rope = rope
         if self.tap is not None:

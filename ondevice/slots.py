@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.errors import UnitFailed
-from ondevice.models.mil import MASKED
+from ondevice.models.ane import MASKED
 from ondevice.records import NodeToken
 
 Array = npt.NDArray[Any]
@@ -250,6 +250,18 @@ class SlotPool:
                     over_rows[index, columns[node]] = 0
             columns[row.node] = index
 
+    def narrow_masks(
+        self, rows: Sequence[StepRow], window: int, mask: Array, mask_new: Array
+    ) -> None:
+        """Hide from each row what lies `window` positions or more before it.
+
+        mask, mask_new: as `fill_masks` wrote them for the same rows.
+        """
+        at = np.array([row.position for row in rows])[:, None]
+        count = len(rows)
+        mask[0, 0, :count][self._positions[None] <= at - window] = MASKED
+        mask_new[0, 0, :count, :count][at - window >= at.T] = MASKED
+
     def write(self, rows: Sequence[StepRow], keys: Array, values: Array) -> None:
         """Give `rows` their slots and store column i of `keys`, `values` for row i.
 
@@ -269,6 +281,7 @@ class SlotPool:
                 self._seat_text(row.position, slot)
             else:
                 self._nodes[row.node] = _Seat(slot, row.position, row.token)
+                self._positions[slot] = row.position
 
     # Inside
 
@@ -280,6 +293,7 @@ class SlotPool:
     def _seat_text(self, position: int, slot: int) -> None:
         self._slots[position] = slot
         self._text_mask[slot] = 0
+        self._positions[slot] = position
         self._computed = position + 1
 
     def _free_text(self, start: int, end: int) -> None:
@@ -312,6 +326,7 @@ class SlotPool:
         self._keys = [self._zeros(size, shape.dtype) for _ in range(shape.layers)]
         self._values = [self._zeros(size, shape.dtype) for _ in range(shape.layers)]
         self._text_mask = np.full(context, MASKED, shape.dtype)
+        self._positions = np.zeros(context, np.int64)  # of what a used slot holds
         self._free = list(range(context))[::-1]
         self._buffers = {f"k_{layer}": self._keys[layer] for layer in range(shape.layers)}
         self._buffers |= {f"v_{layer}": self._values[layer] for layer in range(shape.layers)}
@@ -319,7 +334,9 @@ class SlotPool:
     def _move(self, context: int) -> None:
         """Copy what is used into the first slots of new buffers of `context` slots."""
         old, used = [*self._keys, *self._values], sorted(self.occupied())
+        positions = self._positions
         self._allocate(context)
+        self._positions[: len(used)] = positions[used]
         for new, array in zip([*self._keys, *self._values], old, strict=True):
             new[:, :, : len(used)] = array[:, :, used]
         moved = {slot: index for index, slot in enumerate(used)}

@@ -26,7 +26,7 @@ from ondevice.records import FloatArray, Verdict, VerifyRow
 from ondevice.rows import Instrumented, NormTap, is_chain, tree_of
 from ondevice.sampling import Law, history_with_path, walk_coupled, walk_rejection
 from ondevice.sampling_mlx import NO_EDITS, Choices, DeviceLaw, RowEdits, floats, ints
-from ondevice.treecache import TreeCache
+from ondevice.treecache import TreeCache, window_of
 from ondevice.units import RunRequest, TreeShape, VerifyRequest
 
 PREFILL_ROWS = 512
@@ -133,7 +133,7 @@ class MLXVerifier:
     def mlx_lm_cache(self, session: int) -> list[Any]:
         """The session's layers as mlx-lm's own cache objects, for its prompt-cache files."""
         layers = self._layers(self._sessions[session])
-        return [cache.to_kv_cache() if isinstance(cache, TreeCache) else cache for cache in layers]
+        return [cache.to_mlx_lm() if isinstance(cache, TreeCache) else cache for cache in layers]
 
     def row_logits(
         self, session: int, rows: Sequence[VerifyRow], riders: Sequence[VerifyRow] = ()
@@ -285,6 +285,9 @@ class MLXVerifier:
             assert at.layers is not None
             self._model(mx.array(chunk)[None], cache=at.layers)
             mx.eval([cache.state for cache in at.layers])
+            if self.shape != "plain":
+                for cache in at.layers:
+                    cache.settle()
             at.tokens.extend(chunk)
             mx.clear_cache()
 
@@ -295,30 +298,32 @@ class MLXVerifier:
             self._append(at, tokens, stopped=lambda: False)
         return at.layers
 
-    def _new_layers(self) -> list[Any]:
+    def _new_layers(self, start: int = 0) -> list[Any]:
+        caches: list[Any] = make_prompt_cache(self._model)
         if self.shape == "plain":
-            caches: list[Any] = make_prompt_cache(self._model)
             return caches
-        return [TreeCache(self._layout) for _ in self._model.layers]
+        return [TreeCache(self._layout, window_of(cache), start) for cache in caches]
 
     def _rewind(self, at: _Session) -> None:
-        """Make the cache hold `at.tokens` and nothing else."""
-        if self.shape == "plain":
-            at.layers = None  # mlx-lm's recurrent and rotating caches cannot be rolled back
+        """Make the cache hold `at.tokens` and nothing else.
+
+        Where that is further back than a window's layer remembers, all is computed again when it is
+        needed; mlx-lm's recurrent and rotating caches cannot be rolled back at all.
+        """
+        length = len(at.tokens)
+        if self.shape == "plain" or not all(cache.can_keep(length) for cache in at.layers or ()):
+            at.layers = None
         for cache in at.layers or ():
             cache.truncate(len(at.tokens))
 
     def _prove(self, far: int) -> None:
         """Fall back to chains when tree rows do not equal decoding in order."""
-        self._layout.shift = far
 
         def forward(tokens: Sequence[int], parents: Sequence[int], layers: list[Any]) -> mx.array:
             return self._forward(tokens, parents, layers, layers[0].offset)
 
-        try:
-            self.probe_error = tree_error(forward, self._new_layers, self.vocab_size)
-        finally:
-            self._layout.shift = 0
+        windows = [layer.window for layer in self._new_layers() if layer.window is not None]
+        self.probe_error = tree_error(forward, self._new_layers, self.vocab_size, far, windows)
         logits = self._model(mx.array([[0]]))
         if self.probe_error > tolerance(logits.dtype):
             self.shape = "chain"

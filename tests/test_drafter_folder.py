@@ -132,7 +132,7 @@ def test_a_function_that_is_missing_is_refused(pair: Path) -> None:
         ("rope", {"theta": 0}),
         ("rope", {"theta": -10000.0}),
         ("rope", {"theta": 1e-300}),
-        ("rope", {"theta": 10000.0, "factor": 8.0}),
+        ("rope", {"theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}),
         (
             "rope",
             {

@@ -25,10 +25,10 @@ from ondevice.converters.parity import (
 from ondevice.coreml.emulator import Emulator
 from ondevice.coreml.package import Package, ops_digest, weights_digest, weights_file
 from ondevice.errors import UnsupportedModel
+from ondevice.models.ane import ANE_MAX_AXIS, ANE_MAX_RANK
 from ondevice.models.config import ModelConfig
 from ondevice.models.drafter_graph import DrafterFunction
 from ondevice.models.drafter_weights import DrafterWeights, folded, head_partition
-from ondevice.models.mil import ANE_MAX_AXIS, ANE_MAX_RANK
 
 ROWS = (1, 8, 64)
 CONTEXTS = (64, 128)

@@ -13,10 +13,17 @@ import pytest
 import tiny
 
 from ondevice import home
-from ondevice.artifact import PAIR_FILE, DrafterManifest, PairManifest, VerifierManifest
+from ondevice.artifact import (
+    PAIR_FILE,
+    DrafterManifest,
+    PairManifest,
+    VerifierManifest,
+    file_sha256,
+)
 from ondevice.converters import pair as pair_module
-from ondevice.converters.checkpoint import Checkpoint
+from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.pair import prepare_pair, write_pair
+from ondevice.converters.trained import TrainedHeader, write_trained
 from ondevice.errors import BadRequest, CacheUnwritable, UnknownPair
 from ondevice.models.pairs import (
     DrafterRecipe,
@@ -161,6 +168,41 @@ def test_another_recipe_makes_only_what_it_changes(
     assert after["verifier"] == before["verifier"]
     assert after["drafter"] > before["drafter"]
     assert DrafterManifest.read(folder / "drafter" / "drafter.json").layers == [1]
+
+
+def test_a_drafter_is_made_again_when_the_trained_file_is_another(
+    known: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(home.downloads_folder() / "tiny.gguf")
+    path = tmp_path / "drafter.safetensors"
+
+    def train(layer: int) -> str:
+        own = {
+            name.replace(f"layers.{layer}.", "layers.0."): checkpoint.tensor(name)
+            for name in checkpoint.names()
+            if f"layers.{layer}." in name or name == "model.norm.weight"
+        }
+        header = TrainedHeader(
+            layers=(layer,),
+            verifier="tiny",
+            verifier_sha256=(known.source.member_sha256,),
+            tokenizer_sha256=checkpoint.tokenizer_sha256,
+        )
+        write_trained(path, header, range(128), own)
+        return file_sha256(path)
+
+    recipe = RECIPE.model_copy(update={"layers": None, "trained": str(path)})
+    _make_known(known.model_copy(update={"drafter": recipe}), monkeypatch)
+    for layer in (0, 1):
+        digest = train(layer)
+        folder = prepare_pair("tiny", quiet=True)
+        manifest = DrafterManifest.read(folder / "drafter" / "drafter.json")
+        assert manifest.layers == [layer]
+        assert manifest.head_rows == 128
+        assert manifest.sources[-1].sha256 == digest
+    before = _times(folder)
+    assert prepare_pair("tiny", quiet=True) == folder
+    assert _times(folder) == before
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
+from ondevice.converters.gate import check_parity
 from ondevice.converters.mlpackage import write_mlpackage
-from ondevice.converters.parity import TokenTree, check_parity, path_logits, selected_model
+from ondevice.converters.network import Network
+from ondevice.converters.parity import TokenTree, path_logits, selected_model
 from ondevice.coreml.package import Package
 from ondevice.errors import RuntimeFailure
 from ondevice.models.drafter_graph import DrafterFunction
@@ -101,7 +103,7 @@ def test_a_package_with_another_models_weights_is_refused(
     package = Package.open(tmp_path / "w.mlpackage")
     embedding = model.tensors["model.embed_tokens.weight"].astype(np.float16)
     with pytest.raises(RuntimeFailure, match="unrounded weights, got"):
-        check_parity(package, checkpoint, [0, 1], embedding, functions)
+        check_parity(package, Network.cut(checkpoint, [0, 1]), embedding, functions)
 
 
 def test_a_graph_that_computes_something_else_is_refused(
@@ -115,5 +117,5 @@ def test_a_graph_that_computes_something_else_is_refused(
     package = Package.open(tmp_path / "w.mlpackage")
     embedding = model.tensors["model.embed_tokens.weight"].astype(np.float16)
     right = [DrafterFunction(model.config, rows, 64) for rows in (1, 8)]
-    with pytest.raises(RuntimeFailure, match=r"0\.001 of mlx-lm with rounded weights, got"):
-        check_parity(package, checkpoint, [0, 1], embedding, right)
+    with pytest.raises(RuntimeFailure, match=r"0\.001 logits of mlx-lm with stored weights, got"):
+        check_parity(package, Network.cut(checkpoint, [0, 1]), embedding, right)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.errors import UnitFailed
-from ondevice.models.mil import MASKED
+from ondevice.models.ane import MASKED
 from ondevice.records import NodeToken
 from ondevice.slots import SINKS, CacheShape, SlotPool, StepRow, tree_room
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ondevice.converters.checkpoint import tensor_shapes
-from ondevice.models.config import Llama3Scaling, ModelConfig
+from ondevice.models.config import ModelConfig
+from ondevice.models.rope import Llama3Scaling
 
 SPECIALS = ("<|end|>", "<|begin|>", "<|user|>", "<|assistant|>")
 MERGES = ("t h", "i n", "Ġ t", "th e")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ondevice.coreml.constants import ConstantPool, Known
 from ondevice.coreml.ops import CONSTEXPR, RULES
 from ondevice.coreml.ops.base import Kernel, Lowered, Operands, Rule, array_dtype
 from ondevice.coreml.package import Argument, Constant, Function, Op, TensorType, Value
@@ -46,49 +49,6 @@ def to_half(x: Array) -> Array:
     return result
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """A value known before the run: as stored, and as the emulator computes with it."""
-
-    stored: Array | str
-    value: Array | str
-    key: Hashable
-
-
-class ConstantPool:
-    """Constants widened once and shared by all functions of a package."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Known] = {}
-
-    def of(self, constant: Constant) -> Known:
-        """A constant of the program."""
-        if constant.blob is not None:
-            key: Hashable = (str(constant.blob.file.path), constant.blob.offset, constant.type)
-        else:
-            value = constant.read()
-            key = value if isinstance(value, str) else (constant.type, value.tobytes())
-        return self.get(key, constant.read)
-
-    def get(self, key: Hashable, make: Callable[[], Array | str]) -> Known:
-        """The value of `key`, made on first use; its arrays are read-only."""
-        if key not in self._known:
-            self._known[key] = known(make(), key)
-        return self._known[key]
-
-
-def known(stored: Array | str, key: Hashable) -> Known:
-    """A known value from how it is stored; half precision is widened, the array made read-only."""
-    if isinstance(stored, str):
-        return Known(stored, stored, key)
-    value = np.asarray(stored)
-    if value.dtype == _HALF:
-        value = value.astype(_SINGLE)
-    value = value.view()
-    value.flags.writeable = False
-    return Known(stored, value, key)
-
-
 class Step(NamedTuple):
     """One bound call: slots read, slots written (one, or one for each result), slots freed."""
 
@@ -109,11 +69,22 @@ class CompiledFunction:
     steps: list[Step]
     inputs: dict[str, int]
     outputs: dict[str, int]
+    states: dict[str, tuple[int, TensorSpec]]
     checked: bool = field(default=False)
 
-    def run(self, inputs: Mapping[str, Array], out: Mapping[str, Array]) -> dict[str, Array]:
-        """Run once on checked inputs. The first run verifies every op's shape and dtype."""
+    def run(
+        self,
+        inputs: Mapping[str, Array],
+        out: Mapping[str, Array],
+        state: Mapping[str, Array] | None = None,
+    ) -> dict[str, Array]:
+        """Run once on checked inputs. The first run verifies every op's shape and dtype.
+
+        state: the arrays of the function's states, which it reads and writes.
+        """
         slots = self.template.copy()
+        for name, (slot, _) in self.states.items():
+            slots[slot] = (state or {})[name]
         for name, slot in self.inputs.items():
             slots[slot] = self._borrow(inputs[name])
         if self.checked:
@@ -198,26 +169,33 @@ class _Compiler:
         function = self._function
         for value in function.inputs:
             self._check_input(value)
-        inputs = {value.name: self._new_slot(value.name) for value in function.inputs}
+        slots = {value.name: self._new_slot(value.name) for value in function.inputs}
+        states = {
+            value.name: (slots.pop(value.name), TensorSpec(value.type.shape, _SINGLE))
+            for value in function.inputs
+            if value.is_state
+        }
+        inputs = slots
+        kept = {slot for slot, _ in states.values()}
         for op in function.ops:
             self._add(op)
         outputs = {name: self._slot_of(name) for name in function.outputs}
         return CompiledFunction(
             signature=FunctionSignature(
-                {value.name: self._spec(value.type) for value in function.inputs},
+                {v.name: self._spec(v.type) for v in function.inputs if not v.is_state},
                 {name: self._spec(function.types[name]) for name in function.outputs},
             ),
             template=self._template,
-            steps=_with_frees(self._steps, set(inputs.values()) | set(outputs.values())),
+            steps=_with_frees(self._steps, kept | {*inputs.values(), *outputs.values()}),
             inputs=inputs,
             outputs=outputs,
+            states=states,
         )
 
     def _check_input(self, value: Value) -> None:
-        if value.is_state or -1 in value.type.shape:
-            what = "Core ML state" if value.is_state else f"dynamic shape {value.type}"
+        if -1 in value.type.shape:
             raise UnknownOp(
-                f"the emulator does not know {what} "
+                f"the emulator does not know dynamic shape {value.type} "
                 f"(input {value.name} of function {self._function.name})"
             )
 
@@ -248,7 +226,7 @@ class _Compiler:
 
     def _argument_value(self, argument: Argument) -> Known:
         if isinstance(argument, Constant):
-            return self._pool.of(argument)
+            return self._pool.of(argument, math.prod(argument.type.shape))
         return self._known[argument]
 
     def _is_known(self, argument: Argument) -> bool:
@@ -257,22 +235,24 @@ class _Compiler:
     def _decompress(self, op: Op) -> Known:
         values = {name: self._argument_value(given[0]) for name, given in op.inputs.items()}
         key = (op.type, *sorted((name, value.key) for name, value in values.items()))
-        stored = {
-            name: value.stored
-            for name, value in values.items()
-            if not isinstance(value.stored, str)
-        }
-        return self._pool.get(key, lambda: CONSTEXPR[op.type](stored))
+
+        def decompress() -> Array:
+            stored = {name: value.stored for name, value in values.items()}
+            return CONSTEXPR[op.type](
+                {name: value for name, value in stored.items() if not isinstance(value, str)}
+            )
+
+        return self._pool.get(key, decompress, math.prod(op.outputs[0].type.shape))
 
     def _bind(self, op: Op) -> None:
         lowered = self._lower(op)
         arguments = [a for name in lowered.reads for a in op.inputs.get(name, ())]
         kernel = self._rounded(op, lowered.kernel)
         single = len(op.outputs) == 1
-        if all(self._is_known(a) for a in arguments):
+        if op.outputs and all(self._is_known(a) for a in arguments):
             result = kernel(*[self._argument_value(a).value for a in arguments])
             for output, value in zip(op.outputs, (result,) if single else result, strict=True):
-                self._known[output.name] = known(np.asarray(value), object())
+                self._known[output.name] = Known(partial(np.asarray, value), object())
             return
         reads = tuple(self._slot_of(a) for a in arguments)
         writes = tuple(self._new_slot(output.name) for output in op.outputs)
@@ -280,7 +260,7 @@ class _Compiler:
 
     def _lower(self, op: Op) -> Lowered:
         values = {
-            name: self._argument_value(given[0]).value
+            name: self._argument_value(given[0])
             for name, given in op.inputs.items()
             if len(given) == 1 and self._is_known(given[0])
         }
@@ -297,7 +277,7 @@ class _Compiler:
         half = [output.type.dtype == "fp16" for output in op.outputs]
         if not self._half or self._rules[op.type].moves or not any(half):
             return kernel
-        if len(half) > 1:
+        if len(half) > 1:  # an op without an output has nothing to round
             raise AssertionError(f"{op.type}: only ops that move elements have several results")
         return lambda *arrays: to_half(kernel(*arrays))
 

@@ -19,7 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from ondevice.coreml.compiler import CompiledFunction, ConstantPool, compile_function
+from ondevice.coreml.compiler import CompiledFunction, compile_function
+from ondevice.coreml.constants import ConstantPool
 from ondevice.coreml.package import Package
 from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call
 from ondevice.errors import CallMismatch, OnDeviceError, UnitFailed
@@ -34,8 +35,14 @@ class Emulator:
 
     sleeps = False
 
-    def __init__(self, package: Package, precision: Precision = "fp32") -> None:
-        """Compile every function of `package`; raises UnknownOp, ArtifactError."""
+    def __init__(
+        self, package: Package, precision: Precision = "fp32", keep_weights: bool = True
+    ) -> None:
+        """Compile every function of `package`; raises UnknownOp, ArtifactError.
+
+        keep_weights: hold all weights widened; without it large ones are unpacked at every use,
+        slowly, and take no memory.
+        """
         if precision not in ("fp32", "fp16"):
             raise ValueError(f"precision {precision!r}, expected 'fp32' or 'fp16'")
         self._path = package.path
@@ -43,7 +50,7 @@ class Emulator:
         # Half precision is emulated on float32 arrays, so float32 costs nothing to take in, and a
         # float16 cache of the host is widened without loss.
         self._accepted = {_FLOAT32: frozenset({_FLOAT16})} if precision == "fp32" else {}
-        pool = ConstantPool()
+        pool = ConstantPool(keep_weights)
         with np.errstate(all="ignore"):
             self._compiled: dict[str, CompiledFunction] = {
                 name: compile_function(function, pool, half=precision == "fp16")
@@ -70,18 +77,31 @@ class Emulator:
         """Ordinary memory: the ops read any."""
         return spec.empty()
 
+    def new_state(self, function: str) -> dict[str, Array]:
+        """Fresh, zero-filled states of `function`, by name, in float32; {} when it has none."""
+        return {name: spec.empty() for name, (_, spec) in self._find(function).states.items()}
+
     def predict(
         self,
         function: str,
         inputs: Mapping[str, Array],
         out: Mapping[str, Array] | None = None,
+        state: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
-        """Run `function` once; see CoreMLRuntime.predict. No numpy warning escapes."""
+        """Run `function` once; see CoreMLRuntime.predict. No numpy warning escapes.
+
+        state: what `new_state` gave, to be read and written; a function with states needs one.
+        """
         compiled = self._find(function)
         check_call(function, compiled.signature, inputs, out, self._accepted)
+        if compiled.states.keys() != (state or {}).keys():
+            raise CallMismatch(
+                f"{function}: expected the states {', '.join(compiled.states) or 'none'}, got "
+                f"{', '.join(state or ()) or 'none'}; make them with new_state"
+            )
         try:
             with np.errstate(all="ignore"):
-                return compiled.run(inputs, out or {})
+                return compiled.run(inputs, out or {}, state)
         except OnDeviceError:
             raise
         except Exception as error:

@@ -15,7 +15,17 @@ import numpy as np
 from ondevice.coreml.blob import storage_bytes
 from ondevice.coreml.ops import CONSTEXPR
 from ondevice.coreml.package import Constant, Function, Op, Package, TensorType
-from ondevice.models.mil import ANE_MAX_AXIS, ANE_MAX_RANK
+from ondevice.models.ane import (
+    ANE_MAX_AXIS,
+    ANE_MAX_RANK,
+    ANE_ROW_BYTES,
+    ATTENTION_ELEMENTS,
+    RELIABLE_STATES,
+    RELIABLE_WEIGHT_BYTES,
+    SLICE_MAX,
+    SMALLEST_EPSILON,
+    STATE_MULTIPLE,
+)
 
 _HALF_BYTES = 2
 _CPU_OPS = frozenset(
@@ -43,12 +53,12 @@ class Limits:
 
     rank: int = ANE_MAX_RANK
     axis: int = ANE_MAX_AXIS
-    row_bytes: int = 64
-    weight_bytes: int = 1_000_000_000
-    states: int = 1
-    state_multiple: int = 32
-    attention_elements: int = 2_000_000
-    smallest_epsilon: float = 1e-6
+    row_bytes: int = ANE_ROW_BYTES
+    weight_bytes: int = RELIABLE_WEIGHT_BYTES
+    states: int = RELIABLE_STATES
+    state_multiple: int = STATE_MULTIPLE
+    attention_elements: int = ATTENTION_ELEMENTS
+    smallest_epsilon: float = SMALLEST_EPSILON
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +233,10 @@ def _last_axis_slice(function: Function, limits: Limits) -> Iterator[Broken]:
         else:
             continue
         if cut:
-            yield op.name, f"{op.type} cuts the last axis after its start: |x| > 4094 saturates"
+            yield (
+                op.name,
+                (f"{op.type} cuts the last axis after its start: |x| > {SLICE_MAX} saturates"),
+            )
 
 
 def _constant_ints(function: Function, op: Op, parameter: str) -> list[int] | None:

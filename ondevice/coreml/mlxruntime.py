@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.coreml.compiler import CompiledFunction, ConstantPool, compile_function
+from ondevice.coreml.compiler import CompiledFunction, compile_function
+from ondevice.coreml.constants import ConstantPool
 from ondevice.coreml.ops.base import Lowered, Operands, Rule
 from ondevice.coreml.package import Package
 from ondevice.coreml.pyobjc import signature_of

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ondevice.coreml.blob import NUMPY_TYPES, Array
+from ondevice.coreml.constants import Known
 from ondevice.coreml.package import Op, TensorType
 from ondevice.errors import UnknownOp
 
@@ -59,15 +60,15 @@ def rule(*op_types: str, moves: bool = False) -> Callable[[Callable[[Operands], 
 class Operands:
     """What a rule sees of its op: constants by parameter, types of arguments and results.
 
-    known: values of the op's constant arguments by parameter, float ones widened to float32;
-    argument_types: the declared types of all its arguments.
+    known: the op's constant arguments by parameter, float ones widened to float32; argument_types:
+    the declared types of all its arguments.
     """
 
     def __init__(
         self,
         op: Op,
         function: str,
-        known: Mapping[str, Array | str],
+        known: Mapping[str, Known],
         argument_types: Mapping[str, tuple[TensorType, ...]],
     ) -> None:
         self.op = op
@@ -98,6 +99,20 @@ class Operands:
         if isinstance(value, str):
             raise self.refuse(f"a text as {parameter}")
         return value
+
+    def at_use(self, parameter: str) -> Callable[[], Array]:
+        """A constant array as a function to be called when it is needed: it may be large."""
+        known = self._known.get(parameter)
+        if known is None or known.kept:
+            value = self.array(parameter)
+            return lambda: value
+
+        def look() -> Array:
+            value = known.value
+            assert not isinstance(value, str)
+            return value
+
+        return look
 
     def text(self, parameter: str, default: str) -> str:
         """A constant string, or `default` when the op does not give it."""
@@ -139,7 +154,7 @@ class Operands:
 
     def _constant(self, parameter: str) -> Array | str:
         try:
-            return self._known[parameter]
+            return self._known[parameter].value
         except KeyError:
             state = "computed at run time" if self.has(parameter) else "left out"
             raise self.refuse(f"a {parameter} that is {state}") from None

@@ -62,8 +62,13 @@ def softplus(x: Array) -> Array:
 
 _UNARY: dict[str, Callable[[Array], Array]] = {
     "abs": np.abs,
+    "acos": np.arccos,
+    "asin": np.arcsin,
+    "atan": np.arctan,
+    "atanh": np.arctanh,
     "ceil": np.ceil,
     "cos": np.cos,
+    "cosh": np.cosh,
     "erf": erf,
     "exp": np.exp,
     "exp2": np.exp2,
@@ -76,10 +81,12 @@ _UNARY: dict[str, Callable[[Array], Array]] = {
     "sign": np.sign,
     "silu": silu,
     "sin": np.sin,
+    "sinh": np.sinh,
     "softplus": softplus,
     "softsign": lambda x: x / (1 + np.abs(x)),
     "sqrt": np.sqrt,
     "square": np.square,
+    "tan": np.tan,
     "tanh": np.tanh,
 }
 

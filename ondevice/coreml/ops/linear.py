@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ondevice.coreml.blob import Array
-from ondevice.coreml.ops.base import Kernel, Lowered, Operands, rule
+from ondevice.coreml.ops.base import FLOAT_TYPES, Kernel, Lowered, Operands, rule
 
 
 @rule("matmul")
 def _matmul(op: Operands) -> Lowered:
     flip_x, flip_y = op.flag("transpose_x", False), op.flag("transpose_y", False)
+    if _is_mixed(op, "x", "y"):
+        return _mixed_matmul(op, flip_x, flip_y)
     if not flip_x and not flip_y:
         return Lowered(np.matmul, ("x", "y"))
     if flip_y and not flip_x:
@@ -23,13 +26,35 @@ def _matmul(op: Operands) -> Lowered:
     return Lowered(lambda x, y: np.matmul(x.swapaxes(-1, -2), y.swapaxes(-1, -2)), ("x", "y"))
 
 
+def _is_mixed(op: Operands, *parameters: str) -> bool:
+    """Whether floats meet integers, which numpy would widen to double precision."""
+    return len({op.type(name).dtype in FLOAT_TYPES for name in parameters if op.has(name)}) > 1
+
+
+def _mixed_matmul(op: Operands, flip_x: bool, flip_y: bool) -> Lowered:
+    def kernel(x: Array, y: Array) -> Array:
+        wide = [array.astype(np.float32) for array in (x, y)]
+        flipped = [
+            array.swapaxes(-1, -2) if flip else array
+            for array, flip in zip(wide, (flip_x, flip_y), strict=True)
+        ]
+        product: Array = np.matmul(flipped[0], flipped[1])
+        return product
+
+    return Lowered(kernel, ("x", "y"))
+
+
 @rule("linear")
 def _linear(op: Operands) -> Lowered:
-    weight = op.array("weight").T
+    weight = op.at_use("weight")
+    if _is_mixed(op, "x", "weight", "bias"):
+        matrix = op.array("weight").T.astype(np.float32)
+        shift = op.array("bias").astype(np.float32) if op.has("bias") else np.float32(0)
+        return Lowered(lambda x: np.matmul(x.astype(np.float32), matrix) + shift, ("x",))
     if not op.has("bias"):
-        return Lowered(lambda x: np.matmul(x, weight), ("x",))
+        return Lowered(lambda x: np.matmul(x, weight().T), ("x",))
     bias = op.array("bias")
-    return Lowered(lambda x: np.matmul(x, weight) + bias, ("x",))
+    return Lowered(lambda x: np.matmul(x, weight().T) + bias, ("x",))
 
 
 @rule("einsum")
@@ -79,36 +104,44 @@ def _attention(op: Operands) -> Lowered:
 
 @rule("conv")
 def _conv(op: Operands) -> Lowered:
-    weight = op.array("weight")
-    spatial = weight.ndim - 2
+    shape = op.type("weight").shape
+    spatial = len(shape) - 2
     ones = (1,) * spatial
     strides, dilations = op.integers("strides", ones), op.integers("dilations", ones)
     groups = op.integer("groups", 1)
-    padding = _padding(op, weight.shape[2:], strides, dilations)
+    padding = _padding(op, shape[2:], strides, dilations)
     bias = op.array("bias").reshape(-1, *ones) if op.has("bias") else None
-    pointwise = weight.shape[2:] == strides == ones and not any(padding)
+    pointwise = shape[2:] == strides == ones and not any(padding)
+    if not op.is_constant("weight"):
+        raise op.refuse("a weight that is computed at run time")
     if pointwise and groups == 1:
-        kernel = _pointwise(weight, op.type("x").shape)
+        kernel = _pointwise(op.at_use("weight"), shape, op.type("x").shape)
     else:
-        kernel = _windowed(weight, strides, dilations, groups, padding)
+        kernel = _windowed(op.array("weight"), strides, dilations, groups, padding)
     if bias is None:
         return Lowered(kernel, ("x",))
     return Lowered(lambda x: kernel(x) + bias, ("x",))
 
 
-def _pointwise(weight: Array, shape: tuple[int, ...]) -> Kernel:
+def _pointwise(
+    weight: Callable[[], Array], weight_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> Kernel:
     """A kernel of size 1: one matrix product per batch entry.
 
     `W @ x` beat `x.T @ W.T` and copies of W.T for (576..16384) x (576..1536) weights: equal for one
     column, up to twice as fast for 8, 1.0 to 1.5 times for 64 (OpenBLAS, one thread).
     """
-    matrix = weight.reshape(weight.shape[:2])
+    sizes = weight_shape[:2]
     batch, channels, *extent = shape
-    result = (batch, weight.shape[0], *extent)
+    result = (batch, sizes[0], *extent)
     columns = math.prod(extent)
     if batch == 1:
-        return lambda x: np.dot(matrix, x.reshape(channels, columns)).reshape(result)
-    return lambda x: np.matmul(matrix, x.reshape(batch, channels, columns)).reshape(result)
+        return lambda x: np.dot(weight().reshape(sizes), x.reshape(channels, columns)).reshape(
+            result
+        )
+    return lambda x: np.matmul(
+        weight().reshape(sizes), x.reshape(batch, channels, columns)
+    ).reshape(result)
 
 
 def _windowed(

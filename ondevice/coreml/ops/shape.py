@@ -14,7 +14,7 @@ from ondevice.coreml.ops.base import Lowered, Operands, rule
 Indices = Sequence[int] | Array
 
 
-@rule("reshape", "expand_dims", "squeeze", moves=True)
+@rule("reshape", "expand_dims", "squeeze", "flatten2d", moves=True)
 def _reshape(op: Operands) -> Lowered:
     shape = op.result.shape
     if -1 in shape:
