@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Protocol
 
 from ondevice.engine import Engine
-from ondevice.records import StepRecord, Window
+from ondevice.records import StepRecord, UnitName, Window
 from ondevice.schedule import Strategy
 from ondevice.session import Answer, Options
+from ondevice.units import UnitMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,10 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One answer of one side. answer, records: ours, with statistics; none of mlx-lm."""
+    """One answer of one side. answer, records, memory: ours, with statistics; none of mlx-lm.
+
+    memory: what our units held in this answer.
+    """
 
     tokens: tuple[int, ...]
     start_ns: int
@@ -61,6 +65,7 @@ class Run:
     drafting: Drafting = Drafting()
     answer: Answer | None = None
     records: tuple[StepRecord, ...] = ()
+    memory: Mapping[UnitName, UnitMemory] = field(default_factory=dict)
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -129,13 +134,15 @@ class OurSide:
                 if piece.record is not None:
                     records.append(piece.record)
                 answer = piece.answer or answer
+            memory = self._engine.memory()
         settle(self._engine)
         assert answer is not None
         stats = answer.stats
         drafting = Drafting(
             stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens
         )
-        return Run(answer.token_ids, start_ns, tuple(arrivals), drafting, answer, tuple(records))
+        reached = tuple(arrivals)
+        return Run(answer.token_ids, start_ns, reached, drafting, answer, tuple(records), memory)
 
 
 def settle(engine: Engine) -> None:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ondevice.errors import OnDeviceError, UnitFailed, UnitLost
 from ondevice.records import AcceptanceRule, DraftResult, DraftRow, NodeToken, Proposal
 from ondevice.sampling import Law, SamplingParams
-from ondevice.units import DrafterUnit, DraftRequest
+from ondevice.units import DrafterUnit, DraftRequest, UnitMemory
 
 # sys.path comes first: neither this package nor the opener's module need be on the default one.
 _BOOT = (
@@ -207,6 +207,11 @@ class ProcessDrafter:
     def truncate(self, session: int, length: int) -> None:
         """Forget all nodes and every committed token from `length` on."""
         self._call("truncate", session, length)
+
+    def memory(self) -> UnitMemory:
+        """As in `SaysMemory`: of the other process."""
+        held: UnitMemory = self._call("memory")
+        return held
 
     def close(self) -> None:
         """End the process at once; it has nothing to save."""
