@@ -99,7 +99,11 @@ def chat(
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.")
     ] = None,
     strategy: Annotated[
-        Strategy, typer.Option(help="How to speculate; changes the speed, never the text.")
+        Strategy,
+        typer.Option(
+            metavar="STRATEGY",
+            help=f"{', '.join(STRATEGIES)}; changes the speed, never the text.",
+        ),
     ] = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability kept, above 0; 1 is off.")] = 1.0,

@@ -89,9 +89,10 @@ class Tally:
     def speculated(self) -> bool:
         """Whether any draft token was put before the verifier, where the strategy demands it.
 
-        Without one nothing was tested. `auto` may find that speculation does not pay.
+        Without one nothing was tested. `auto` may find that speculation does not pay, `lookup` and
+        `lookahead` that a text repeats nothing.
         """
-        return self.strategy in ("plain", "auto") or self.drafted > 0
+        return self.strategy in ("plain", "auto", "lookup", "lookahead") or self.drafted > 0
 
     @property
     def median_tok_s(self) -> float | None:

@@ -272,8 +272,9 @@ class Coordinator:
     def _end_run(self, now_ns: int) -> None:
         """When a guess has come up that is worth more than plain decoding."""
         run = self._verifier.running
-        watched = isinstance(run, StartRun) and run.watched and run.step != self._ended_run
-        if watched and not self._verifier.stale and not self._policy.shall_run(self._view(now_ns)):
+        if not isinstance(run, StartRun) or not run.watched or run.step == self._ended_run:
+            return
+        if not self._verifier.stale and not self._policy.shall_run(self._view(now_ns)):
             self._ended_run = run.step
             self._out.append(EndRun(run.step))
 

@@ -116,28 +116,26 @@ class ScriptedVerifier:
         return len(self.cache)
 
     def verify(self, command: StartVerify, law: Law) -> Verdict:
-        rows = command.rows
+        rows, every = command.rows, [*command.rows, *command.riders]
+        histories = [history_with_path(self.cache, every, at) for at in range(len(every))]
 
-        def log_p(index: int) -> FloatArray:
-            history = history_with_path(self.cache, rows, index)
-            return law.log_p(logits(history), history)
+        def log_p(at: int) -> FloatArray:
+            return law.log_p(logits(histories[at]), histories[at])
 
-        def choose(index: int) -> int:
-            history = history_with_path(self.cache, rows, index)
-            return law.choose(logits(history), history)
+        def choose(at: int) -> int:
+            return law.choose(logits(histories[at]), histories[at])
 
         if command.rule == "rejection":
             accepted, tokens = walk_rejection(rows, log_p, law, len(self.cache) + 1)
         else:
             accepted, tokens = walk_coupled(rows, choose)
-        every, first = [*rows, *command.riders], len(rows)
-        riding = [history_with_path(self.cache, every, at) for at in range(first, len(every))]
-        likeliest = [int(np.argmax(logits(history))) for history in riding]
-        chosen = tuple(choose(at) for at in range(first))
         self.cache.extend([rows[0].token, *tokens[:-1]])
         nodes = tuple(rows[at].node for at in accepted)
-        verdict = Verdict(command.step, nodes, tuple(tokens), (0.0,) * len(tokens), 0, 1)
-        return replace(verdict, row_tokens=chosen, rider_tokens=tuple(likeliest))
+        chosen = tuple(choose(at) for at in range(len(rows)))
+        riding = tuple(int(np.argmax(logits(each))) for each in histories[len(rows) :])
+        scores = (0.0,) * len(tokens)
+        verdict = Verdict(command.step, nodes, tuple(tokens), scores, 0, 1)
+        return replace(verdict, row_tokens=chosen, rider_tokens=riding)
 
     def run_one(self, law: Law, ended: bool) -> Verdict:
         run = self.run
@@ -279,7 +277,7 @@ class World:
     def act(self) -> None:
         """One thing that can happen next, at random."""
         possible: list[Callable[[], None]] = [
-            lambda unit=unit: self._execute(unit)  # type: ignore[misc]
+            getattr(self, f"_execute_{unit}")
             for unit, queue in self.queues.items()
             if queue or (unit == "verifier" and self.verifier.run)
         ]
@@ -330,9 +328,7 @@ class World:
                     self.verifier.run_ends = False
                     self._start("verifier", command)
                 case EndRun(step=step):
-                    run = self.outstanding["verifier"]
-                    assert isinstance(run, StartRun)
-                    assert (run.watched, run.step) == (True, step)
+                    assert getattr(self.outstanding["verifier"], "step", None) == step
                     self.verifier.run_ends = True
 
     def _start(self, unit: str, command: Prefill | StartDraft | StartVerify | StartRun) -> None:
@@ -344,12 +340,6 @@ class World:
     def _enqueue(self, unit: str, command: Command) -> None:
         assert unit not in self.dead, f"a command for the dead {unit}"
         self.queues[unit].append(command)
-
-    def _execute(self, unit: str) -> None:
-        if unit == "verifier":
-            self._execute_verifier()
-        else:
-            self._execute_drafter()
 
     def _execute_verifier(self) -> None:
         unit, on_verdict = self.verifier, self.coordinator.on_verdict

@@ -26,6 +26,7 @@ from ondevice.apps.questions import Question
 from ondevice.apps.race import Measured, Spread, Standing, Task, race, rotated
 from ondevice.apps.sides import Arrival, Drafting, OurSide, Side
 from ondevice.apps.sides import Run as SideRun
+from ondevice.arbiter import DRAFTING
 from ondevice.artifact import PAIR_FILE, PairManifest
 from ondevice.engine import Engine
 from ondevice.schedule import STRATEGIES
@@ -195,7 +196,7 @@ def test_only_the_strategies_asked_for_are_measured(run: Run, tiny_pair: Path) -
     assert names == ["mlx-lm", "mlx-lm speculative", "pipelined", "plain"]
 
 
-def test_a_pair_without_a_drafter_runs_plain_and_says_why(
+def test_a_pair_without_a_drafter_runs_what_needs_none_and_says_why(
     run: Run, tiny_pair: Path, tmp_path: Path
 ) -> None:
     pair = tmp_path / "pair"
@@ -205,10 +206,10 @@ def test_a_pair_without_a_drafter_runs_plain_and_says_why(
     status, out, _ = run("bench", pair, "--limit", 1, "--max-tokens", 4, "--json")
     assert status == 0
     found = json.loads(out)
-    assert [side["side"] for side in found["sides"]] == ["mlx-lm", "plain"]
-    speculating = [name for name in STRATEGIES if name != "plain"]
+    need_none = [name for name in STRATEGIES if name not in DRAFTING]
+    assert [side["side"] for side in found["sides"]] == ["mlx-lm", *need_none]
     assert found["left_out"] == dict.fromkeys(
-        ["mlx-lm speculative", *speculating], "the pair has no drafter"
+        ["mlx-lm speculative", "sequential", "pipelined"], "the pair has no drafter"
     )
     _, out, _ = run("bench", pair, "--limit", 1, "--max-tokens", 4)
     names = ", ".join(found["left_out"])

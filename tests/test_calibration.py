@@ -171,7 +171,7 @@ def test_the_tree_has_the_likeliest_nodes(rows: int) -> None:
     assert sorted(found, reverse=True) == pytest.approx(best)
 
 
-@pytest.mark.parametrize(("shape", "drafter"), [("plain", True), ("tree", False)])
+@pytest.mark.parametrize(("shape", "drafter"), [("plain", True), ("plain", False)])
 def test_without_speculation_only_plain_runs_are_measured_and_quickly(bed, shape, drafter) -> None:
     each = bed(shape, drafter)
     found = each.calibrate()
@@ -181,6 +181,14 @@ def test_without_speculation_only_plain_runs_are_measured_and_quickly(bed, shape
     assert found.table.plain == found.table.verifier
     assert found.table.drafter == ()
     assert found.took_s < 1
+
+
+def test_without_a_drafter_the_verifiers_forwards_are_measured_all_the_same(bed) -> None:
+    """Lookup, lookahead and Jacobi need them."""
+    found = bed("tree", False).calibrate()
+    assert {point.rows for point in found.table.verifier} == set(ROW_COUNTS)
+    assert found.table.drafter == ()
+    assert found.trouble == ""
 
 
 def test_a_short_context_is_not_exceeded(bed) -> None:

@@ -167,7 +167,7 @@ def test_figures_are_one_line_on_stderr(run: Run, tiny_pair: Path) -> None:
         r"24 tokens  [\d.]+ tok/s  ttft \d+ ms  accepted [\d./na]+ of [\d./na]+ per step  "
         r"drafter [\d/na]+%?  verifier \d+%  "
         r"([a-z]+ \d+ offered, \d+ verified, \d+ accepted  )+(window W \d+ N \d+ G \d+  )?"
-        r"(parked|pipelined|weightless): .*acceptance 0\.\d\d\n",
+        r"(parked|pipelined|weightless): .*(acceptance|accepted) .*\n",
         err,
     )
 

@@ -19,6 +19,7 @@ from ondevice.records import (
     AcceptanceRule,
     AnswerLimits,
     Emit,
+    EndRun,
     NodeToken,
     StartDraft,
     StartRun,
@@ -30,6 +31,7 @@ from ondevice.records import (
 from ondevice.sampling import Law, SamplingParams
 from ondevice.schedule import STRATEGIES, Schedule, Sizes
 from ondevice.simulate import _Machine
+from ondevice.weightless import Weightless
 
 PROMPTS = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=12)
 SEEDS = st.integers(0, 2**31)
@@ -177,6 +179,33 @@ def test_a_lost_drafter_leaves_one_run_and_is_told_nothing(strategy):
         assert isinstance(emit, Emit)
         assert emit.record.strategy == "plain"
     assert len(coordinator._untold) <= 2
+
+
+def test_without_a_guess_worth_a_forward_a_run_goes_on_until_there_is_one():
+    """Here a forward of one row takes 1.4 times what a token of a run does, as SmolLM2's did."""
+    costs = table_from([28.0 + n for n in range(32)], [], plain_ms=20.0)
+    coordinator = Coordinator(
+        drafter=False, weightless=Weightless(), experience=Experience(CostModel(costs))
+    )
+    limits = AnswerLimits(500, lambda _: False)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    commands = coordinator.on_prompt(0, prompt, limits, Schedule("lookup"), greedy=True)
+    (prefill,) = commands
+    (run,) = coordinator.on_prefill(1, "verifier", prefill.step, len(prompt) - 1)
+    assert isinstance(run, StartRun)
+    assert run.watched
+    ends = []
+    for count, token in enumerate([20, 21, 1, 2, 3, 4, 5]):
+        verdict = Verdict(run.step, (), (token,), (0.0,), 2, 3, more=True)
+        found = coordinator.on_verdict(20_000_000 * (count + 1), verdict)
+        ends += [(token, each) for each in found if isinstance(each, EndRun)]
+    ((token, end),) = ends  # said once
+    assert token in (2, 3, 4)
+    assert end.step == run.step
+    last = Verdict(run.step, (), (6,), (0.0,), 2, 3)
+    _, verify = coordinator.on_verdict(10**9, last)
+    assert isinstance(verify, StartVerify)
+    assert [row.token for row in verify.rows[:4]] == [6, 7, 8, 9]
 
 
 def test_a_drafter_that_must_catch_up_is_not_waited_for():

@@ -121,7 +121,7 @@ def test_a_damaged_file_is_measured_again(text: str) -> None:
         (("table", "verifier"), []),
         (("table", "plain"), []),
         (("identity", "cpu"), "another machine's file under this name"),
-        (("format",), "ondevice-costs-2"),
+        (("format",), "ondevice-costs-1"),
         (("more",), 1),
     ],
 )

@@ -95,8 +95,10 @@ def test_a_drafter_that_does_not_open_is_a_reason_not_an_error(tiny_pair, engine
         drafter,
     ) as alone:
         answer = alone.generate(PROMPT, SHORT)
-    assert answer.stats.strategy == "plain"
+        drafted = alone.generate(PROMPT, replace(SHORT, strategy="pipelined"))
+    assert (answer.stats.strategy, drafted.stats.strategy) == ("auto", "plain")
     assert "no such unit" in answer.stats.reason
+    assert "no such unit" in drafted.stats.reason
 
 
 def test_a_worker_whose_unit_did_not_open_raises_for_every_call():

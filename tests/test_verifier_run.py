@@ -199,3 +199,19 @@ def test_the_cache_never_copies_itself_as_a_run_goes_on():
     )
     ours = peak(lambda: decode(verifier, prompt, law, 60))
     assert ours <= 1.15 * theirs
+
+
+@pytest.mark.parametrize("asked", [1, 2, 5])
+def test_a_run_that_shall_not_go_on_ends_with_the_token_under_way(asked):
+    """Its cache then ends before that token, so that a forward over it can follow at once."""
+    verifier, law = verifier_of(VARIANT), Law(SamplingParams(temperature=0.8, seed=3), VOCAB)
+    prompt, answers = tokens_of(4, 12), iter([True] * (asked - 1) + [False])
+    session = verifier.open_session()
+    verifier.prefill(session, prompt[:-1], never)
+    request = RunRequest(session, 3, prompt[-1], 40, law, goes_on=lambda: next(answers))
+    verdicts = list(verifier.run(request, never))
+    assert [verdict.more for verdict in verdicts] == [True] * (asked - 1) + [False]
+    text = text_of(verdicts)
+    assert text == text_of(decode(verifier, prompt, law, 40))[:asked]
+    assert_cache_equals_fresh_prefill(verifier, session, oracle_of(VARIANT), [*prompt, *text[:-1]])
+    verifier.close_session(session)
