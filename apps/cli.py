@@ -11,6 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from ondevice.apps.failures import INTERRUPTED, USAGE, reported, say, usage_line
+from ondevice.apps.options import (
+    DebugOption,
+    JsonOption,
+    LimitOption,
+    PairArgument,
+    PromptsOption,
+    StrategiesOption,
+)
+from ondevice.apps.profilecli import profile
 from ondevice.schedule import STRATEGIES, Strategy
 
 app = typer.Typer(
@@ -21,26 +30,6 @@ app = typer.Typer(
 )
 
 
-def default_pair() -> str:
-    """The name in pairs.toml; read when a command runs, since help is to come at once."""
-    from ondevice.models import pairs
-
-    return pairs.default_pair()
-
-
-PairArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="PAIR",
-        help="A known pair, or a folder of a converted one; the default pair if left out.",
-        default_factory=default_pair,
-        show_default=False,
-    ),
-]
-StrategiesOption = Annotated[
-    list[str] | None,
-    typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
-]
 LookaheadOption = Annotated[
     str | None,
     typer.Option(
@@ -51,7 +40,6 @@ LookupOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Text to propose continuations from, beside the chat's."),
 ]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,7 +156,7 @@ def check(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only 5 prompts, at most 32 tokens each.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Prove on this machine that speculation changes no text.
@@ -187,15 +175,8 @@ def check(
 @app.command()
 def bench(
     pair: PairArgument,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Prompts in place of our own set: .jsonl, or one a line."
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="So many prompts, of all categories in turn; all by default.")
-    ] = None,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     repeats: Annotated[int, typer.Option(help="Times that each side answers a prompt.")] = 1,
     strategy: StrategiesOption = None,
@@ -203,7 +184,7 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="Write the rounds of our answers, for simulate --trace."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Measure mlx-lm and our schedules on the same prompts, in turn, in one process.
@@ -219,6 +200,9 @@ def bench(
         )
         if not command.run(request):
             raise typer.Exit(1)
+
+
+app.command()(profile)
 
 
 VerifyMsOption = Annotated[
@@ -275,7 +259,7 @@ def simulate(
         bool, typer.Option("--regret", help="auto against the best fixed schedule, over a grid.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A few cells of the grid.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Run the schedules in virtual time, on modelled units.
@@ -315,7 +299,7 @@ def inspect(
             help="Folder of a pair, verifier or drafter, an .mlpackage, or a pair's name.",
         ),
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what an artifact is: shapes, sizes, hashes, graph and lint."""
@@ -331,7 +315,7 @@ def doctor(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure the pair on this machine again.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what this machine has, what that means, and what a pair's steps take on it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Protocol
 
+from ondevice.arbiter import DRAFTING
 from ondevice.engine import Engine
 from ondevice.records import StepRecord, UnitName, Window
 from ondevice.schedule import Strategy
@@ -143,6 +144,28 @@ class OurSide:
         )
         reached = tuple(arrivals)
         return Run(answer.token_ids, start_ns, reached, drafting, answer, tuple(records), memory)
+
+
+def why_no_drafter(engine: Engine) -> str:
+    """Why nothing can be drafted with this pair; "" where it can."""
+    model = engine.model
+    return model.no_drafter or (model.shape_reason if model.shape == "plain" else "")
+
+
+def our_sides(
+    engine: Engine, strategies: Sequence[Strategy]
+) -> tuple[list[OurSide], dict[str, str]]:
+    """A side for each of `strategies` that this pair can run, and why it cannot run the others."""
+    why = why_no_drafter(engine)
+    sides: list[OurSide] = []
+    left_out: dict[str, str] = {}
+    for strategy in strategies:
+        needs_none = strategy not in DRAFTING and engine.model.shape != "plain"
+        if strategy == "plain" or not why or needs_none:
+            sides.append(OurSide(engine, strategy))
+        else:
+            left_out[strategy] = why
+    return sides, left_out
 
 
 def settle(engine: Engine) -> None:

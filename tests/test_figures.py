@@ -6,65 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from profiling import ONE, answered
 
 from ondevice.apps.figures import EVERY, UNNAMED, DepthCount, Drafts, Figures, profile_figures
 from ondevice.apps.questions import Question
 from ondevice.apps.race import Measured, Spread, Task
-from ondevice.apps.sides import Arrival, Run
-from ondevice.costs import CostTable, table_from
+from ondevice.apps.sides import Run
+from ondevice.costs import table_from
 from ondevice.modelled import BetaText
 from ondevice.records import DraftRecord, StepRecord
 from ondevice.schedule import Schedule, Sizes
-from ondevice.session import Answer
-from ondevice.simulate import simulate
 from ondevice.spans import Busy, common, gaps, length_ns, merged
-from ondevice.units import UnitMemory
 
 MS = 1_000_000
-ONE = Question("1", "code", "x")
-TABLE = table_from([20.0] * 32, [(8, 4.0)])
-"""A forward takes 20 ms whatever its rows, a drafter step 4 ms; neither disturbs the other."""
-
-
-class Periodic:
-    """The drafter's first choice is right but at every `period`-th position, where none is."""
-
-    def __init__(self, period: int) -> None:
-        self._period = period
-
-    def claims(self, position: int) -> tuple[float, ...]:
-        return (0.9, 0.05)
-
-    def token(self, position: int) -> int:
-        return 1_000 if position % self._period == 0 else 0
-
-    def stray_claims(self, node: int) -> tuple[float, ...]:
-        return (0.9, 0.05)
-
-
-def answered(
-    strategy: str,
-    schedule: Schedule,
-    tokens: int = 40,
-    question: Question = ONE,
-    table: CostTable = TABLE,
-    text: object = None,
-) -> Measured:
-    records: list[StepRecord] = []
-    found = simulate(
-        table,
-        text or Periodic(4),  # type: ignore[arg-type]
-        schedule,
-        tokens,
-        on_record=records.append,
-    )
-    answer = Answer("", (0,) * found.tokens, "length", (), found.stats)
-    arrivals = tuple(Arrival(record.end_ns, record.committed) for record in records)
-    memory = {"verifier": UnitMemory(100, 20, 150)}
-    run = Run(
-        (0,) * found.tokens, 0, arrivals, answer=answer, records=tuple(records), memory=memory
-    )
-    return Measured(Task(question, (1,)), 0, strategy, run)
 
 
 def by_name(measured: Sequence[Measured], domain: str = EVERY) -> dict[str, Figures]:
