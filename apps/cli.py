@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -113,6 +113,10 @@ def chat(
     ] = None,
     lookahead: LookaheadOption = None,
     lookup: LookupOption = None,
+    show: Annotated[
+        Literal["draft"] | None,
+        typer.Option(help="Colour tokens by who proposed them; only on a terminal."),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show the figures of each answer, on stderr.")
     ] = False,
@@ -140,7 +144,11 @@ def chat(
         )
         window = command.read_window(lookahead)
         options = Options(sampling, max_tokens, tuple(stop or ()), strategy, window=window)
-        command.run(command.Request(pair, options, prompt, system, stats, json, lookup))
+        command.run(
+            command.Request(
+                pair, options, prompt, system, stats, json, lookup, show_draft=show == "draft"
+            )
+        )
 
 
 @app.command()
