@@ -18,9 +18,9 @@ from ondevice.apps.options import (
     PairArgument,
     PromptsOption,
     StrategiesOption,
+    StrategyOption,
 )
 from ondevice.apps.profilecli import profile
-from ondevice.schedule import STRATEGIES, Strategy
 
 app = typer.Typer(
     help="Exact speculative decoding: a drafter on the Neural Engine, a verifier on the GPU.",
@@ -86,13 +86,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.")
     ] = None,
-    strategy: Annotated[
-        Strategy,
-        typer.Option(
-            metavar="STRATEGY",
-            help=f"{', '.join(STRATEGIES)}; changes the speed, never the text.",
-        ),
-    ] = "auto",
+    strategy: StrategyOption = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability kept, above 0; 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Tokens kept; 0 is off.")] = 0,

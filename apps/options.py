@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ondevice.schedule import STRATEGIES
+from ondevice.schedule import STRATEGIES, Strategy
 
 
 def default_pair() -> str:
@@ -24,6 +24,12 @@ PairArgument = Annotated[
         help="A known pair, or a folder of a converted one; the default pair if left out.",
         default_factory=default_pair,
         show_default=False,
+    ),
+]
+StrategyOption = Annotated[
+    Strategy,
+    typer.Option(
+        metavar="STRATEGY", help=f"{', '.join(STRATEGIES)}; changes the speed, never the text."
     ),
 ]
 StrategiesOption = Annotated[

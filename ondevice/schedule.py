@@ -34,8 +34,10 @@ WEIGHTLESS: dict[Strategy, tuple[ProposerName, ...]] = {
 DEFAULT_CHILDREN = 4
 """Proposals per node of a tree: the fourth is right about once in 20 positions (a = 0.7), and a
 node that is never drafted further costs microseconds."""
-LEAST_REACH = 0.002
-"""Nodes less likely than this are not kept (2.41 times plain there at 0.005, 2.28 at 0.01)."""
+LEAST_REACH = 0.001
+"""Nodes less likely than this are not kept (on the 8B row of DESIGN section 1 2.41 times plain at
+0.005, 2.28 at 0.01; where a drafter step and another row take 0.1 and 0.01 of a one-row forward and
+a = 0.9, 5.98 at 0.001, 5.85 at 0.002, no more below)."""
 
 LEAST_GUESS_REACH = 0.01
 """The same for guesses without a model, which are made anew every round. Where a row costs 1 % of a
