@@ -36,6 +36,14 @@ LookaheadOption = Annotated[
         metavar="W,N,G", help="Shape of the lookahead window; chosen by what pays if left out."
     ),
 ]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(help="The same seed gives the same text; drawn and reported if not given."),
+]
+ShowOption = Annotated[
+    Literal["draft"] | None,
+    typer.Option(help="Colour tokens by who proposed them; only on a terminal."),
+]
 LookupOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Text to propose continuations from, beside the chat's."),
@@ -96,10 +104,7 @@ def chat(
     repetition_penalty: Annotated[
         float, typer.Option(help="Against the last 64 tokens; 1 is off.")
     ] = 1.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="The same seed gives the same text; drawn and reported if not given."),
-    ] = None,
+    seed: SeedOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     stop: Annotated[
         list[str] | None,
@@ -107,16 +112,11 @@ def chat(
     ] = None,
     lookahead: LookaheadOption = None,
     lookup: LookupOption = None,
-    show: Annotated[
-        Literal["draft"] | None,
-        typer.Option(help="Colour tokens by who proposed them; only on a terminal."),
-    ] = None,
+    show: ShowOption = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show the figures of each answer, on stderr.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the answer as one JSON object.")
-    ] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Talk with a model, or answer once.

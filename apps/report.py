@@ -12,17 +12,16 @@ read gets a new format. `json_schema` is the schema of what is read back.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AwareDatetime, ConfigDict, ValidationError
+from pydantic import AwareDatetime, ConfigDict, TypeAdapter, ValidationError
 
 from ondevice.apps.figures import EVERY, Figures
 from ondevice.apps.loads import LoadFigures
-from ondevice.apps.reported import comparison
+from ondevice.apps.reported import Comparison, comparison
 from ondevice.artifact import (
     DRAFTER_FILE,
     PAIR_FILE,
@@ -110,7 +109,8 @@ class Report(Manifest):
         content = self.model_dump(mode="json")
         for entry, figures in zip(content["figures"], self.figures, strict=True):
             entry |= derived(figures)
-        content["reported"] = [asdict(row) for row in comparison(self.figures)]
+        reported = comparison(self.figures)
+        content["reported"] = TypeAdapter(list[Comparison]).dump_python(reported, mode="json")
         return content
 
 

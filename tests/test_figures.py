@@ -76,7 +76,8 @@ def test_known_texts_give_known_first_choices() -> None:
 
 @pytest.mark.parametrize("strategy", ["plain", "sequential", "pipelined", "auto"])
 def test_sums_of_records_are_the_answers_own_statistics(strategy: str) -> None:
-    measured = answered(strategy, Schedule(strategy), 120, text=BetaText(0.7))  # type: ignore[arg-type]
+    schedule = Schedule(strategy)  # type: ignore[arg-type]
+    measured = answered(strategy, schedule, 120, text=BetaText(0.7))
     assert measured.run.answer is not None
     stats = measured.run.answer.stats
     (figures,) = by_name([measured]).values()
