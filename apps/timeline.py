@@ -9,7 +9,7 @@ from ondevice.apps.race import Measured
 from ondevice.apps.svg import Drawing, legend, ticks
 
 SECONDS = 3.0
-WIDTH, LEFT, RIGHT, TOP = 960.0, 150.0, 12.0, 8.0
+WIDTH, LEFT, RIGHT, TOP = 960.0, 150.0, 36.0, 8.0
 LANE, BAR, GAP, AXIS = 20.0, 15.0, 10.0, 26.0
 ROUNDS_TOLD = 40
 """Of each strategy in the table beside the drawing."""

@@ -214,26 +214,36 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
         return member.read().decode("utf-8")
 
 
+JUDGE = """
+for (const folded of document.querySelectorAll("details")) folded.open = true;
+const run = async () => {
+  const found = await axe.run();
+  return {
+    dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    passes: found.passes.length,
+    violations: found.violations.map((v) => [v.id, v.nodes.map((n) => n.html)]),
+  };
+};
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_axe_core_finds_nothing_to_mend(
     browser: str, axe: str, text: str, tmp_path: Path, dark: bool
 ) -> None:
-    script = (
-        axe.replace("</script", "<\\/script")
-        + """
-    for (const folded of document.querySelectorAll("details")) folded.open = true;
-    const run = async () => {
-      const found = await axe.run();
-      return { dark: matchMedia("(prefers-color-scheme: dark)").matches,
-        passes: found.passes.length,
-        violations: found.violations.map((v) => [v.id, v.nodes.map((n) => n.html)]),
-        unsure: found.incomplete.map((v) => [v.id, v.nodes.map((n) => n.html)]) };
-    };"""
-    )
+    script = axe.replace("</script", "<\\/script") + JUDGE
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     found, console = browse(browser, tmp_path, text, script, scheme)
     assert found["dark"] == dark
     assert found["violations"] == []
     assert found["passes"] > 15
     assert console == ""
+
+
+@pytest.mark.slow
+def test_axe_core_finds_what_was_planted(browser: str, axe: str, text: str, tmp_path: Path) -> None:
+    worse = text.replace('lang="en"', "").replace("--quiet: #57606a", "--quiet: #b0b7bf")
+    script = axe.replace("</script", "<\\/script") + JUDGE
+    found, _ = browse(browser, tmp_path, worse, script)
+    assert {name for name, _ in found["violations"]} == {"html-has-lang", "color-contrast"}
