@@ -14,9 +14,8 @@ from ondevice.apps.counting import counting
 from ondevice.apps.opening import open_engine, placement
 from ondevice.apps.questions import Question, own_questions, read_questions, spread
 from ondevice.apps.race import Measured, Task, race, standings
-from ondevice.apps.sides import OurSide, Side
+from ondevice.apps.sides import Side, our_sides, why_no_drafter
 from ondevice.apps.terminal import note, results, waiting
-from ondevice.arbiter import DRAFTING
 from ondevice.artifact import PAIR_FILE, PairManifest
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, ContextOverflow, UnsupportedModel
@@ -109,9 +108,7 @@ def bench_pair(engine: Engine, pair: str, strategies: Sequence[Strategy], load: 
     folder = prepare_pair(pair, quiet=True)
     manifest = PairManifest.read(folder / PAIR_FILE)
     verifier_folder = folder / manifest.verifier
-    why_plain = engine.model.no_drafter
-    if not why_plain and engine.model.shape == "plain":
-        why_plain = engine.model.shape_reason
+    why_plain = why_no_drafter(engine)
     left_out: dict[str, str] = {}
     with waiting("loading mlx-lm's models"):
         plain = MlxLmPlain(verifier_folder, engine.model.end_tokens)
@@ -126,13 +123,8 @@ def bench_pair(engine: Engine, pair: str, strategies: Sequence[Strategy], load: 
                 sides.append(MlxLmSpeculative(plain, twin))
             except UnsupportedModel as error:
                 left_out[MlxLmSpeculative.name] = str(error)
-    for strategy in strategies:
-        needs_none = strategy not in DRAFTING and engine.model.shape != "plain"
-        if strategy == "plain" or not why_plain or needs_none:
-            sides.append(OurSide(engine, strategy))
-        else:
-            left_out[strategy] = why_plain
-    return bench(engine, pair, sides, load, left_out)
+    ours, ours_left_out = our_sides(engine, strategies)
+    return bench(engine, pair, [*sides, *ours], load, left_out | ours_left_out)
 
 
 def bench(

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from ondevice.apps.draftview import can_colour, draft_view
 from ondevice.apps.opening import open_engine
 from ondevice.apps.terminal import keys_unseen, note_fields, shown, statistics_line, waiting
 from ondevice.apps.wordwrap import answer_writer
@@ -20,7 +21,7 @@ from ondevice.corpus import read_text
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest
 from ondevice.records import Window
-from ondevice.session import Answer, Options, Session
+from ondevice.session import Answer, Options, Piece, Session
 
 ANY_VOCABULARY = 2**31
 """Sampling parameters are checked before the model, and so its vocabulary, is known."""
@@ -30,7 +31,7 @@ ANY_VOCABULARY = 2**31
 class Request:
     """What the command line asked for. prompt: the text of -p, None without one.
 
-    lookup: a text file for prompt lookup to look into.
+    lookup: a text file for prompt lookup to look into. show_draft: see `stream_answer`.
     """
 
     pair: str
@@ -40,6 +41,7 @@ class Request:
     show_stats: bool = False
     as_json: bool = False
     lookup: Path | None = None
+    show_draft: bool = False
 
 
 def read_window(text: str | None) -> Window | None:
@@ -68,6 +70,8 @@ def run(request: Request, open_pair: Callable[[str], Engine] | None = None) -> N
     interactive = request.prompt is None and sys.stdin.isatty()
     if interactive and request.as_json:
         raise BadRequest("--json answers one prompt: give it with -p, or pipe it in")
+    if request.show_draft and request.as_json:
+        raise BadRequest("--show is for people to watch; leave it out, or --json")
     if interactive:
         from ondevice.apps.interactive import converse
 
@@ -78,7 +82,7 @@ def run(request: Request, open_pair: Callable[[str], Engine] | None = None) -> N
         if request.as_json:
             print_json(session.generate(prompt, request.options))
         else:
-            answer = stream_answer(session, prompt, request.options)
+            answer = stream_answer(session, prompt, request.options, request.show_draft)
             if request.show_stats:
                 note_fields(statistics_line(answer.stats))
 
@@ -140,26 +144,42 @@ def print_json(answer: Answer) -> None:
     print(json.dumps(content), flush=True)
 
 
-def stream_answer(session: Session, prompt: str, options: Options) -> Answer:
+def stream_answer(
+    session: Session, prompt: str, options: Options, show_draft: bool = False
+) -> Answer:
     """Write the answer on stdout as it comes, with a newline at its end.
+
+    show_draft: coloured by origin, see `ondevice.apps.draftview`, where stdout can show that.
 
     Until it begins a terminal shows a sign that the prompt is being read; keys typed meanwhile
     are not seen.
     """
     at_line_start = False
-    with keys_unseen(), answer_writer() as write, ExitStack() as reading:
+    with keys_unseen(), _view(session, show_draft) as view, ExitStack() as reading:
         reading.enter_context(waiting("reading the prompt"))
         for piece in session.stream(prompt, options):
-            if piece.text:
+            if piece.tokens or piece.text:
                 reading.close()
-                write(shown(piece.text))
+                view(piece)
+            if piece.text:
                 at_line_start = piece.text.endswith("\n")
             if piece.answer is not None:
                 answer = piece.answer
         reading.close()
         if not at_line_start:
-            write("\n")
+            view(Piece("\n", ()))
     return answer
+
+
+@contextmanager
+def _view(session: Session, show_draft: bool) -> Iterator[Callable[[Piece], None]]:
+    """What shows the pieces of an answer."""
+    if show_draft and can_colour():
+        with draft_view(session.model.tokenizer, session.model.end_tokens) as view:
+            yield view
+        return
+    with answer_writer() as write:
+        yield lambda piece: write(shown(piece.text))
 
 
 @contextmanager

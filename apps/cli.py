@@ -6,20 +6,23 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ondevice.apps.convertcli import converting
-from ondevice.apps.failures import (
-    INTERRUPTED,
-    USAGE,
+from ondevice.apps.distilcli import distil
+from ondevice.apps.failures import INTERRUPTED, USAGE, reported, say, usage_line
+from ondevice.apps.options import (
     DebugOption,
-    reported,
-    say,
-    usage_line,
+    JsonOption,
+    LimitOption,
+    PairArgument,
+    PromptsOption,
+    StrategiesOption,
+    StrategyOption,
 )
-from ondevice.schedule import STRATEGIES, Strategy
+from ondevice.apps.profilecli import profile
 
 app = typer.Typer(
     help="Exact speculative decoding: a drafter on the Neural Engine, a verifier on the GPU.",
@@ -30,37 +33,19 @@ app = typer.Typer(
 app.add_typer(converting, name="convert")
 
 
-def default_pair() -> str:
-    """The name in pairs.toml; read when a command runs, since help is to come at once."""
-    from ondevice.models import pairs
-
-    return pairs.default_pair()
-
-
-PairArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="PAIR",
-        help="A known pair, or a folder of a converted one; the default pair if left out.",
-        default_factory=default_pair,
-        show_default=False,
-    ),
-]
-StrategyOption = Annotated[
-    Strategy,
-    typer.Option(
-        metavar="STRATEGY", help=f"{', '.join(STRATEGIES)}; changes the speed, never the text."
-    ),
-]
-StrategiesOption = Annotated[
-    list[str] | None,
-    typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; all by default."),
-]
 LookaheadOption = Annotated[
     str | None,
     typer.Option(
         metavar="W,N,G", help="Shape of the lookahead window; chosen by what pays if left out."
     ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(help="The same seed gives the same text; drawn and reported if not given."),
+]
+ShowOption = Annotated[
+    Literal["draft"] | None,
+    typer.Option(help="Colour tokens by who proposed them; only on a terminal."),
 ]
 LookupOption = Annotated[
     Path | None,
@@ -122,10 +107,7 @@ def chat(
     repetition_penalty: Annotated[
         float, typer.Option(help="Against the last 64 tokens; 1 is off.")
     ] = 1.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="The same seed gives the same text; drawn and reported if not given."),
-    ] = None,
+    seed: SeedOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     stop: Annotated[
         list[str] | None,
@@ -133,12 +115,11 @@ def chat(
     ] = None,
     lookahead: LookaheadOption = None,
     lookup: LookupOption = None,
+    show: ShowOption = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show the figures of each answer, on stderr.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the answer as one JSON object.")
-    ] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Talk with a model, or answer once.
@@ -160,7 +141,11 @@ def chat(
         )
         window = command.read_window(lookahead)
         options = Options(sampling, max_tokens, tuple(stop or ()), strategy, window=window)
-        command.run(command.Request(pair, options, prompt, system, stats, json, lookup))
+        command.run(
+            command.Request(
+                pair, options, prompt, system, stats, json, lookup, show_draft=show == "draft"
+            )
+        )
 
 
 @app.command()
@@ -176,7 +161,7 @@ def check(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only 5 prompts, at most 32 tokens each.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Prove on this machine that speculation changes no text.
@@ -195,15 +180,8 @@ def check(
 @app.command()
 def bench(
     pair: PairArgument,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Prompts in place of our own set: .jsonl, or one a line."
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="So many prompts, of all categories in turn; all by default.")
-    ] = None,
+    prompts: PromptsOption = None,
+    limit: LimitOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     repeats: Annotated[int, typer.Option(help="Times that each side answers a prompt.")] = 1,
     strategy: StrategiesOption = None,
@@ -211,7 +189,7 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="Write the rounds of our answers, for simulate --trace."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Measure mlx-lm and our schedules on the same prompts, in turn, in one process.
@@ -229,57 +207,8 @@ def bench(
             raise typer.Exit(1)
 
 
-@app.command()
-def distil(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="PAIR|VERIFIER",
-            help="A known pair, a pair's folder, or a model: Hugging Face folder or .gguf.",
-        ),
-    ],
-    hours: Annotated[float, typer.Option(help="Of work in all, data and training.")] = 8.0,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Text of your domain, UTF-8; may be repeated."),
-    ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Prompts of yours: .jsonl, or one a line."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The pair that is written.")
-    ] = None,
-    work: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Texts, checkpoints, weights and card."),
-    ] = None,
-    start: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A trained drafter to begin with.")
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Of the verifier, as the student begins: 0,1,29.")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(help="Tokens that the drafter can propose; 16384 by default.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of questions, answers and their order.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: DebugOption = False,
-) -> None:
-    """Teach a small drafter on a verifier's own text, and write the pair of both.
-
-    The verifier writes questions and answers them; a student of a few of its layers learns to
-    foretell it. A run that was killed goes on where it was when the same command is given again,
-    and one that is done goes on with more --hours.
-    """
-    with reported(debug):
-        from ondevice.apps import distil as command
-
-        request = command.request(
-            source, hours, text or (), prompts or (), layers, rows, seed, output, work, start, json
-        )
-        command.run(request)
+app.command()(profile)
+app.command()(distil)
 
 
 VerifyMsOption = Annotated[
@@ -336,7 +265,7 @@ def simulate(
         bool, typer.Option("--regret", help="auto against the best fixed schedule, over a grid.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A few cells of the grid.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Run the schedules in virtual time, on modelled units.
@@ -376,7 +305,7 @@ def inspect(
             help="Folder of a pair, verifier or drafter, an .mlpackage, or a pair's name.",
         ),
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what an artifact is: shapes, sizes, hashes, graph and lint."""
@@ -396,7 +325,7 @@ def doctor(
         Path | None,
         typer.Option(metavar="FILE", help="Also write a text to paste: no names, no paths."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what this machine has, what that means, and what a pair's steps take on it."""

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ondevice.apps.failures import DebugOption, reported
+from ondevice.apps.failures import reported
+from ondevice.apps.options import DebugOption, JsonOption
 
 converting = typer.Typer(
     help="Make a drafter, a verifier, or a pair of both from models as people have them.\n\n"
@@ -22,7 +23,6 @@ OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Only say what would be done, and how large it gets.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DtypeOption = Annotated[
     str | None,
     typer.Option(

@@ -8,13 +8,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
 import typer
 
 from ondevice.errors import OnDeviceError
-
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 UNEXPECTED = 1
 USAGE = 2

@@ -30,7 +30,7 @@ def converse(request: Request, open_pair: Callable[[str], Engine]) -> None:
         if not report.fast:
             note(report.advice)
         note(f"/help lists commands, {HOW_TO_LEAVE}")
-        talk(session, Settings(request.options, request.show_stats), read)
+        talk(session, Settings(request.options, request.show_stats, request.show_draft), read)
 
 
 def talk(session: Session, settings: Settings, read: Callable[[], str]) -> None:
@@ -58,7 +58,9 @@ def talk(session: Session, settings: Settings, read: Callable[[], str]) -> None:
 def _answer(text: str, session: Session, settings: Settings) -> None:
     try:
         with interrupt_stops(session):
-            settings.last = stream_answer(session, whole_text(text, "this"), settings.options).stats
+            prompt = whole_text(text, "this")
+            answer = stream_answer(session, prompt, settings.options, settings.show_draft)
+            settings.last = answer.stats
     except BadRequest as error:
         say(str(error))
     else:

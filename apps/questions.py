@@ -36,7 +36,7 @@ class _Line(BaseModel):
 
 
 def own_questions() -> list[Question]:
-    """The project's own set: code, summaries, chat, translation and maths."""
+    """The project's own set: code, summaries, chat, translation, maths and extraction."""
     text = files("ondevice.apps").joinpath(OWN_FILE).read_text(encoding="utf-8")
     return _from_json_lines(text, OWN_FILE)
 

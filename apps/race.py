@@ -46,20 +46,28 @@ def race(
     repeats: int,
     on_answer: Callable[[], None] = lambda: None,
 ) -> list[Measured]:
+    """All of `racing`; `on_answer` is called after each measured answer."""
+    measured = []
+    for each in racing(sides, tasks, max_tokens, repeats):
+        measured.append(each)
+        on_answer()
+    return measured
+
+
+def racing(
+    sides: Sequence[Side], tasks: Sequence[Task], max_tokens: int, repeats: int
+) -> Iterator[Measured]:
     """Every task by every side, `repeats` times, in turn, so that drift of the machine hits all.
 
-    `on_answer` is called after each measured answer. Raises what a side raises.
+    A side's warm-up comes first, and is not measured. Raises what a side raises.
     """
     for side in sides:
         side.answer(tasks[0].prompt, min(max_tokens, WARM_UP_TOKENS))
-    measured = []
     turns = ((repeat, task) for repeat in range(repeats) for task in tasks)
     for turn, (repeat, task) in enumerate(turns):
         for side in rotated(sides, turn):
             run = side.answer(task.prompt, max_tokens)
-            measured.append(Measured(task, repeat, side.name, run))
-            on_answer()
-    return measured
+            yield Measured(task, repeat, side.name, run)
 
 
 def rotated(sides: Sequence[Entry], turn: int) -> list[Entry]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Protocol
 
+from ondevice.arbiter import DRAFTING
 from ondevice.engine import Engine
-from ondevice.records import StepRecord, Window
+from ondevice.records import StepRecord, UnitName, Window
 from ondevice.schedule import Strategy
 from ondevice.session import Answer, Options
+from ondevice.units import UnitMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,10 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One answer of one side. answer, records: ours, with statistics; none of mlx-lm."""
+    """One answer of one side. answer, records, memory: ours, with statistics; none of mlx-lm.
+
+    memory: what our units held in this answer.
+    """
 
     tokens: tuple[int, ...]
     start_ns: int
@@ -61,6 +66,7 @@ class Run:
     drafting: Drafting = Drafting()
     answer: Answer | None = None
     records: tuple[StepRecord, ...] = ()
+    memory: Mapping[UnitName, UnitMemory] = field(default_factory=dict)
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -129,13 +135,37 @@ class OurSide:
                 if piece.record is not None:
                     records.append(piece.record)
                 answer = piece.answer or answer
+            memory = self._engine.memory()
         settle(self._engine)
         assert answer is not None
         stats = answer.stats
         drafting = Drafting(
             stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens
         )
-        return Run(answer.token_ids, start_ns, tuple(arrivals), drafting, answer, tuple(records))
+        reached = tuple(arrivals)
+        return Run(answer.token_ids, start_ns, reached, drafting, answer, tuple(records), memory)
+
+
+def why_no_drafter(engine: Engine) -> str:
+    """Why nothing can be drafted with this pair; "" where it can."""
+    model = engine.model
+    return model.no_drafter or (model.shape_reason if model.shape == "plain" else "")
+
+
+def our_sides(
+    engine: Engine, strategies: Sequence[Strategy]
+) -> tuple[list[OurSide], dict[str, str]]:
+    """A side for each of `strategies` that this pair can run, and why it cannot run the others."""
+    why = why_no_drafter(engine)
+    sides: list[OurSide] = []
+    left_out: dict[str, str] = {}
+    for strategy in strategies:
+        needs_none = strategy not in DRAFTING and engine.model.shape != "plain"
+        if strategy == "plain" or not why or needs_none:
+            sides.append(OurSide(engine, strategy))
+        else:
+            left_out[strategy] = why
+    return sides, left_out
 
 
 def settle(engine: Engine) -> None:

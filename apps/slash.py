@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ondevice.apps.chat import check_options
+from ondevice.apps.draftview import LEGEND
 from ondevice.apps.terminal import note, note_fields, note_table, statistics_line
 from ondevice.errors import BadRequest
 from ondevice.session import Options, Session
@@ -16,6 +17,7 @@ HELP = (
     ("/clear", "forget the conversation, but for the system message"),
     ("/set", "show the options; /set NAME VALUE changes one"),
     ("/stats", "show the figures after each answer, or stop showing them"),
+    ("/draft", "colour tokens by who proposed them, or stop it"),
     ("/help", "this list"),
     ("/bye, Ctrl-D", "leave"),
     ("Ctrl-C", "stop the answer; what was said stays in the conversation"),
@@ -29,6 +31,7 @@ class Settings:
 
     options: Options
     show_stats: bool = False
+    show_draft: bool = False
     last: Statistics | None = None
 
 
@@ -60,6 +63,9 @@ def obey(line: str, session: Session, settings: Settings) -> bool:
             note("the conversation is forgotten")
         case "/stats":
             _toggle_stats(settings)
+        case "/draft":
+            settings.show_draft = not settings.show_draft
+            note(LEGEND if settings.show_draft else "tokens are no longer coloured")
         case "/set":
             _set(rest, settings)
         case _:

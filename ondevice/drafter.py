@@ -8,6 +8,8 @@ between two steps. A step that fails leaves every slot as it was.
 from __future__ import annotations
 
 import itertools
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ from ondevice.proposing import Family, Head, RowTokens, ranked_children, sampled
 from ondevice.records import DraftResult, DraftRow, Proposal
 from ondevice.sampling import Law
 from ondevice.slots import CacheShape, SlotPool, StepRow
-from ondevice.units import DraftRequest
+from ondevice.units import DraftRequest, UnitMemory
 
 Array = npt.NDArray[Any]
 
@@ -68,6 +70,7 @@ class CoreMLDrafter:
             (shape.rows, shape.context): _Function(self._runtime, shape, manifest)
             for shape in manifest.functions
         }
+        self._weights_bytes = loaded.weights_bytes
         self._pools: dict[int, SlotPool] = {}
         self._handles = itertools.count()
         self._idle: tuple[str, dict[str, Array]] | None = None
@@ -92,6 +95,13 @@ class CoreMLDrafter:
     def runtime_name(self) -> str:
         """What runs it, for reports."""
         return self._runtime.name
+
+    def memory(self) -> UnitMemory:
+        """See `UnitMemory`. The peak is what the whole process had resident, since it began."""
+        caches = [array.nbytes for pool in self._pools.values() for array in pool.buffers.values()]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 1 if sys.platform == "darwin" else 1024
+        return UnitMemory(self._weights_bytes, sum(caches), peak * unit)
 
     def open_session(self) -> int:
         """A new, empty slot pool; returns its handle."""

@@ -56,11 +56,12 @@ class Functions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter that matches its manifest and its verifier."""
+    """A drafter that matches its manifest and its verifier. weights_bytes: in its package."""
 
     manifest: DrafterManifest
     embedding: Embedding
     runtime: CoreMLRuntime
+    weights_bytes: int = 0
 
 
 def load_drafter(
@@ -98,7 +99,9 @@ def load_drafter(
     except ArtifactError:
         runtime.close()
         raise
-    return LoadedDrafter(manifest, embedding, runtime)
+    weights = (folder / DRAFTER_PACKAGE).rglob("weight.bin")
+    weights_bytes = sum(path.stat().st_size for path in weights)
+    return LoadedDrafter(manifest, embedding, runtime, weights_bytes)
 
 
 def _emulator(path: Path) -> CoreMLRuntime:

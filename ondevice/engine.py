@@ -11,10 +11,10 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ondevice import blas
 from ondevice.artifact import PAIR_FILE, PairManifest, check_tokenizer
@@ -29,6 +29,7 @@ from ondevice.errors import (
     BadCheckpoint,
     BadRequest,
     Closed,
+    OnDeviceError,
     UnitLost,
     UserError,
 )
@@ -37,8 +38,9 @@ from ondevice.models.pairs import default_pair
 from ondevice.policy import Experience
 from ondevice.power import Power
 from ondevice.prompt import Prompt
+from ondevice.records import UnitName
 from ondevice.session import Answer, Model, Options, Session
-from ondevice.units import DrafterUnit, VerifierUnit
+from ondevice.units import DrafterUnit, SaysMemory, UnitMemory, VerifierUnit
 from ondevice.verifierfolder import check_verifier_folder
 from ondevice.weightless import Weightless
 from ondevice.worker import UnitWorker
@@ -220,6 +222,20 @@ class Engine:
         runtime = self.drafter_runtime
         return self._chosen[0].line if runtime and self._chosen else runtime
 
+    def memory(self) -> dict[UnitName, UnitMemory]:
+        """What the units hold, and the most since the last call; without those that do not say."""
+        drafter = self._drafters.current() if self._drafters is not None else None
+        units: dict[UnitName, UnitWorker[Any] | None] = {
+            "verifier": self._verifier,
+            "drafter": drafter,
+        }
+        held: dict[UnitName, UnitMemory] = {}
+        for name, worker in units.items():
+            with suppress(OnDeviceError):  # lost in this moment
+                if worker is not None and isinstance(worker.opened(), SaysMemory):
+                    held[name] = worker.call(_memory)
+        return held
+
     def session(self, *, system: str | None = None) -> Session:
         """A new conversation with caches of its own; `system` is its first message.
 
@@ -283,6 +299,10 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _memory(unit: SaysMemory) -> UnitMemory:
+    return unit.memory()
 
 
 def _close(verifier: UnitWorker[VerifierUnit], drafters: Drafters | None) -> None:

@@ -68,7 +68,10 @@ class Ledger:
         rows = command.rows if command else ()
         tokens = len(rerooted.committed)
         drafts, self._drafts = tuple(self._drafts), []
-        drafted = _rows_within(rows, depth=tokens)
+        depths = _depths(rows)
+        # Below the token that ended the answer nothing was drafted; elsewhere every row counts.
+        deepest = tokens if tokens < len(verdict.tokens) else len(rows)
+        drafted = [row for row, depth in enumerate(depths) if 1 <= depth <= deepest]
         return StepRecord(
             strategy=strategy if command else "plain",
             context=context,
@@ -86,6 +89,10 @@ class Ledger:
             drafted_by=tuple(row_proposers[row] for row in drafted),
             offered_by=rerooted.offered,
             window=command.window if command else None,
+            drafted_at=tuple(depths[row] for row in drafted),
+            refused=_refused(rows, set(drafted), verdict.accepted),
+            lived_on=rerooted.lived_on,
+            dropped=len(rerooted.dropped),
         )
 
     def learn(self, record: StepRecord, running_since_ns: int | None, now_ns: int) -> float:
@@ -115,12 +122,30 @@ def _overlap_ns(start_ns: int, end_ns: int, record: StepRecord) -> int:
     return max(0, min(end_ns, record.end_ns) - max(start_ns, record.start_ns))
 
 
-def _rows_within(rows: Sequence[VerifyRow], depth: int) -> list[int]:
-    """Which rows lie 1 to `depth` levels below row 0."""
-    depths = [0]
+def _depths(rows: Sequence[VerifyRow]) -> list[int]:
+    """Of each row, how many levels it lies below row 0."""
+    depths = [0] if rows else []
     for row in rows[1:]:
         depths.append(depths[row.parent] + 1)
-    return [row for row, level in enumerate(depths) if 1 <= level <= depth]
+    return depths
+
+
+def _refused(
+    rows: Sequence[VerifyRow], drafted: set[int], accepted: Sequence[int]
+) -> tuple[int, ...]:
+    """Tokens of the path below the last accepted row that takes the likeliest child each time.
+
+    Rows are in the order of falling reach, so that is the first one. Empty where a drafted row
+    beside the accepted path is all that was refused.
+    """
+    last = accepted[-1] if accepted else (rows[0].node if rows else None)
+    at = next((index for index, row in enumerate(rows) if row.node == last), 0)
+    tokens = []
+    for index, row in enumerate(rows):
+        if index in drafted and row.parent == at:
+            tokens.append(row.token)
+            at = index
+    return tuple(tokens)
 
 
 def within(

@@ -302,8 +302,10 @@ class StepRecord:
     it counts what stayed after the answer's end was cut. waited_ns: how long the verifier had been
     idle. root_was_known: the tree already held the new root. accepted_by: proposers. outcomes: one
     per committed token. drafts: drafter steps that ended since the last round. drafted_by:
-    proposers of the drafted rows. offered_by: how many nodes each proposer gave the tree since the
-    last round. window: of lookahead, if one rode along.
+    proposers of the drafted rows, drafted_at: their levels below the root, from 1. offered_by: how
+    many nodes each proposer gave the tree since the last round. window: of lookahead, if one rode
+    along. refused: tokens of the likeliest path that was drafted on from where the verifier turned
+    off. lived_on, dropped: nodes below the new root, and those that left the tree.
     """
 
     strategy: str
@@ -322,3 +324,7 @@ class StepRecord:
     drafted_by: tuple[str, ...] = ()
     offered_by: tuple[tuple[str, int], ...] = ()
     window: Window | None = None
+    drafted_at: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
+    lived_on: int = 0
+    dropped: int = 0

@@ -23,7 +23,7 @@ from ondevice.childprocess import ChildProcess, Ended, Parent, portable
 from ondevice.errors import OnDeviceError, UnitLost
 from ondevice.records import AcceptanceRule, DraftResult, DraftRow, NodeToken, Proposal
 from ondevice.sampling import Law, SamplingParams
-from ondevice.units import DrafterUnit, DraftRequest, Sleepy
+from ondevice.units import DrafterUnit, DraftRequest, Sleepy, UnitMemory
 
 _PICKLE = pickle.HIGHEST_PROTOCOL
 
@@ -175,6 +175,11 @@ class ProcessDrafter:
     def truncate(self, session: int, length: int) -> None:
         """Forget all nodes and every committed token from `length` on."""
         self._call("truncate", session, length)
+
+    def memory(self) -> UnitMemory:
+        """As in `SaysMemory`: of the other process."""
+        held: UnitMemory = self._call("memory")
+        return held
 
     def close(self) -> None:
         """End the process at once; it has nothing to save."""

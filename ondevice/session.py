@@ -243,6 +243,11 @@ class Session:
         self._driver.wake()
 
     @property
+    def model(self) -> Model:
+        """What it answers with."""
+        return self._model
+
+    @property
     def experience(self) -> Experience:
         """What this session has learned of its units; changes while it answers."""
         return self._driver.coordinator.experience

@@ -6,6 +6,7 @@ rounds.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -119,21 +120,31 @@ def new_header(pair: str, costs: CostTable | None) -> TraceHeader:
 
 
 def require_file_name(path: Path) -> None:
-    """BadRequest when a trace cannot be at `path`, for what is known before a long run."""
+    """BadRequest when a file cannot be at `path`, for what is known before a long run."""
     if path.is_dir():
         raise BadRequest(f"cannot write {path}: it is a folder; name a file")
+    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise BadRequest(f"cannot write {path}: {above} is no folder; name another file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise BadRequest(f"cannot write {path}: {above} is not yours to write; name another file")
 
 
-def write_trace(path: Path, header: TraceHeader, rounds: Iterable[TraceRound]) -> None:
+def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write the file whole or not at all. Raises BadRequest where it cannot be written."""
     require_file_name(path)
     try:
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            for line in (header, *rounds):
-                file.write(line.model_dump_json() + "\n")
+            for line in lines:
+                file.write(line + "\n")
     except CacheUnwritable as error:
         reason = getattr(error.__cause__, "strerror", None) or error
         raise BadRequest(f"cannot write {path}: {reason}; name another file") from error
+
+
+def write_trace(path: Path, header: TraceHeader, rounds: Iterable[TraceRound]) -> None:
+    """Write the trace, see `write_lines`."""
+    write_lines(path, (line.model_dump_json() for line in (header, *rounds)))
 
 
 def read_trace(path: Path) -> Trace:

@@ -56,7 +56,8 @@ class Rerooted:
 
     known: how many of the committed tokens the tree held. dropped: ids that left the tree.
     outcomes: one per committed token, what became of the children of the node before it. offered:
-    by proposer, how many nodes were added since the commit before.
+    by proposer, how many nodes were added since the commit before. lived_on: nodes below the new
+    root.
     """
 
     committed: tuple[NodeToken, ...]
@@ -64,6 +65,7 @@ class Rerooted:
     dropped: tuple[int, ...]
     outcomes: tuple[Outcome, ...]
     offered: tuple[tuple[str, int], ...] = ()
+    lived_on: int = 0
 
 
 class SpeculationTree:
@@ -197,7 +199,8 @@ class SpeculationTree:
         self.root = at.id
         offered = tuple(sorted(self._offered.items()))
         self._offered.clear()
-        return Rerooted(tuple(committed), known, dropped, tuple(outcomes), offered)
+        lived_on = len(self._nodes) - 1
+        return Rerooted(tuple(committed), known, dropped, tuple(outcomes), offered, lived_on)
 
     def _keep_below(self, root: Node, passed: set[int]) -> tuple[int, ...]:
         """Make `root` the top; returns what was neither below it nor among `passed`."""

@@ -134,6 +134,32 @@ class Sleepy(Protocol):
         """Use the hardware a little; called between requests, by the unit's own thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class UnitMemory:
+    """What a unit holds, in bytes.
+
+    weights: of the model. caches: of all its sessions, as allocated. peak: the most that it held at
+    once since it was last asked, or, where its whole process is what is counted, since it began.
+    """
+
+    weights_bytes: int
+    caches_bytes: int
+    peak_bytes: int
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the peak had beside weights and caches: activations, buffers, program code."""
+        return max(0, self.peak_bytes - self.weights_bytes - self.caches_bytes)
+
+
+@runtime_checkable
+class SaysMemory(Protocol):
+    """A unit that knows what it holds."""
+
+    def memory(self) -> UnitMemory:
+        """What it holds now, and the most since the last call."""
+
+
 class DrafterUnit(Protocol):
     """A small model that proposes. It may be wrong, late or dead; the text stays the same.
 

@@ -16,6 +16,7 @@ from typing import Any, Self, cast
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ondevice.errors import UnitFailed, UnsupportedModel
@@ -27,7 +28,7 @@ from ondevice.rows import Instrumented, NormTap, is_chain, tree_of
 from ondevice.sampling import Law, history_with_path, walk_coupled, walk_rejection
 from ondevice.sampling_mlx import NO_EDITS, Choices, DeviceLaw, RowEdits, floats, ints
 from ondevice.treecache import TreeCache, window_of
-from ondevice.units import RunRequest, TreeShape, VerifyRequest
+from ondevice.units import RunRequest, TreeShape, UnitMemory, VerifyRequest
 
 PREFILL_ROWS = 512
 """Tokens of a prefill chunk; a cancelled prefill ends after the running chunk."""
@@ -101,6 +102,15 @@ class MLXVerifier:
         self._wrapped.undo()
         del self._model
         mx.clear_cache()
+
+    def memory(self) -> UnitMemory:
+        """See `UnitMemory`. The peak is of all that MLX holds in this process."""
+        peak_bytes = mx.get_peak_memory()
+        mx.reset_peak_memory()
+        layers = [layer for session in self._sessions.values() for layer in session.layers or ()]
+        weights: Any = tree_flatten(self._model.parameters())  # type: ignore[no-untyped-call]
+        weights_bytes = sum(array.nbytes for _, array in weights)
+        return UnitMemory(weights_bytes, sum(layer.nbytes for layer in layers), peak_bytes)
 
     # Sessions
 

@@ -64,6 +64,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "modelled",
             "rotation",
             "simulate",
+            "spans",
             "statistics",
             "worker",
         },

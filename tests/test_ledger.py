@@ -84,6 +84,8 @@ def test_a_record_says_what_was_put_up_taken_and_thrown_away():
         outcomes=(Outcome((0.5,), 0), Outcome((), -1)),
         known=1,
         offered=(("drafter", 4), ("lookup", 9)),
+        lived_on=6,
+        dropped=(2, 4),
     )
     ledger = Ledger(model())
     ledger.drafted(result(1, 5, window=12), rows=3, kept=2)
@@ -103,7 +105,7 @@ def test_a_record_says_what_was_put_up_taken_and_thrown_away():
         strategy="sequential",
         context=40,
         rows=6,
-        drafted=3,  # two levels: the row below them could not have been used
+        drafted=4,
         accepted=1,
         committed=2,
         start_ns=2 * MS,
@@ -111,12 +113,34 @@ def test_a_record_says_what_was_put_up_taken_and_thrown_away():
         waited_ns=3 * MS,
         root_was_known=False,
         accepted_by=("drafter",),
-        drafted_by=("drafter", "lookup", "drafter"),
+        drafted_by=("drafter", "lookup", "drafter", "lookup"),
+        drafted_at=(1, 1, 2, 3),
+        refused=(7, 8),
+        lived_on=6,
+        dropped=2,
         offered_by=(("drafter", 4), ("lookup", 9)),
         outcomes=rerooted.outcomes,
         drafts=(DraftRecord(3, 8, 2, 1 * MS, 5 * MS, 12),),
     )
     assert ledger.left_over() == ()
+
+
+def test_rows_below_the_answers_end_count_nowhere():
+    rows = tuple(VerifyRow(node, 5 + node, node - 1) for node in range(5))
+    tree = SpeculationTree()
+    tree.reset(5)
+    verdict = Verdict(9, (1, 2, 3), (6, 7, 8, 9), (0.0,) * 4, 0, MS)
+    record = Ledger(model()).close_round(
+        "sequential",
+        verdict,
+        StartVerify(9, rows, "coupled"),
+        tree.commit([6, 7]),  # the second one ends the answer
+        40,
+        0,
+        ["drafter"] * 2,
+        ["", *["drafter"] * 4],
+    )
+    assert (record.drafted, record.drafted_at, record.refused) == (2, (1, 2), ())
 
 
 def test_a_token_of_a_run_is_plain_whatever_was_set():

@@ -15,7 +15,7 @@ SHOWN = Path(__file__).parent / "prompts" / "own.jsonl"
 
 def test_the_own_set_has_eight_or_more_of_each_kind() -> None:
     counts = Counter(question.category for question in own_questions())
-    assert counts.keys() == {"code", "summary", "chat", "translation", "maths"}
+    assert counts.keys() == {*("code", "summary", "chat", "translation", "maths", "extraction")}
     assert min(counts.values()) >= 8
     assert counts.total() >= 40
 

@@ -1,0 +1,242 @@
+"""Has the drafter got worse? A saved profile against a new one, with confidence intervals.
+
+Two rates are compared, by domain and over all: how often the drafter's first choice was right
+(which does not depend on how the tree was sized), and how many draft tokens were accepted. Only
+strategies that both profiles have are counted.
+
+Tokens of one answer are not independent, prompts are. So a rate is a ratio of sums over prompts,
+and its variance is that of the prompts' residuals (Cochran 1977, Sampling Techniques, chapter 6:
+ratio estimator). Prompts that both profiles have are compared with themselves, in pairs, which
+takes away what makes prompts differ. Intervals are Student's, wide enough for all domains together
+(Bonferroni). A single prompt has no variance to measure: there tokens count as independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any
+
+from ondevice.apps.figures import EVERY, Drafts
+from ondevice.apps.report import Report
+
+CONFIDENCE = 0.95
+LEAST_FALL = 0.01
+"""A smaller one is not worth a distillation, however sure it is."""
+Counts = tuple[int, int]
+"""Right ones, and all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One rate of one domain. then, now: counts. low, high: interval of the difference of rates.
+
+    prompts: how many; paired: whether both profiles have them all.
+    """
+
+    what: str
+    domain: str
+    then: Counts
+    now: Counts
+    prompts: int
+    paired: bool
+    low: float
+    high: float
+
+    @property
+    def difference(self) -> float:
+        """The rate now less the rate then."""
+        return self.now[0] / self.now[1] - self.then[0] / self.then[1]
+
+    @property
+    def fell(self) -> bool:
+        """Beyond what noise explains, and enough to matter."""
+        return self.high < 0 and self.difference < -LEAST_FALL
+
+    @property
+    def rose(self) -> bool:
+        """The same upwards."""
+        return self.low > 0 and self.difference > LEAST_FALL
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """notes: what makes the profiles hard to compare."""
+
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fell(self) -> bool:
+        """Whether any rate fell."""
+        return any(change.fell for change in self.changes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "fell": self.fell,
+            "notes": list(self.notes),
+            "changes": [
+                asdict(each) | {"difference": each.difference, "fell": each.fell}
+                for each in self.changes
+            ],
+        }
+
+
+def drift(then: Report, now: Report) -> Drift:
+    """What has changed from one profile to the other."""
+    strategies = [name for name in then.strategies if name in now.strategies]
+    domains = [name for name in (EVERY, *then.domains) if name in (EVERY, *now.domains)]
+    domains = list(dict.fromkeys(domains))
+    changes = []
+    for domain in domains:
+        old, new = _by_question(then, domain, strategies), _by_question(now, domain, strategies)
+        for what, counts in (("first choice right", _right), ("draft tokens accepted", _accepted)):
+            pair = counts(old), counts(new)
+            if all(sum(total for _, total in side.values()) for side in pair):
+                changes.append(_change(what, domain, *pair, tests=2 * len(domains)))
+    return Drift(tuple(changes), tuple(_notes(then, now)))
+
+
+def _by_question(report: Report, domain: str, strategies: Sequence[str]) -> dict[str, Drafts]:
+    found: dict[str, Drafts] = {}
+    for strategy in strategies:
+        figures = report.figures_of(strategy, domain)
+        for question, drafts in (figures.by_question if figures else {}).items():
+            found[question] = found.get(question, Drafts()) + drafts
+    return found
+
+
+def _right(drafts: Mapping[str, Drafts]) -> dict[str, Counts]:
+    return {question: (each.right, each.known) for question, each in drafts.items()}
+
+
+def _accepted(drafts: Mapping[str, Drafts]) -> dict[str, Counts]:
+    return {question: (each.accepted, each.drafted) for question, each in drafts.items()}
+
+
+def _change(
+    what: str, domain: str, then: Mapping[str, Counts], now: Mapping[str, Counts], tests: int
+) -> Change:
+    paired = then.keys() == now.keys()
+    before, after = _total(then), _total(now)
+    difference = after[0] / after[1] - before[0] / before[1]
+    error, freedom = _error(then, now, paired)
+    width = student(1 - (1 - CONFIDENCE) / 2 / tests, freedom) * error
+    return Change(
+        what=what,
+        domain=domain,
+        then=before,
+        now=after,
+        prompts=len(then.keys() | now.keys()),
+        paired=paired,
+        low=difference - width,
+        high=difference + width,
+    )
+
+
+def _total(counts: Mapping[str, Counts]) -> Counts:
+    return sum(right for right, _ in counts.values()), sum(all_ for _, all_ in counts.values())
+
+
+def _error(
+    then: Mapping[str, Counts], now: Mapping[str, Counts], paired: bool
+) -> tuple[float, float]:
+    """Standard error of the difference, and its degrees of freedom."""
+    if min(len(then), len(now)) < 2:
+        return math.sqrt(_binomial(_total(then)) + _binomial(_total(now))), math.inf
+    before, after = _residuals(then), _residuals(now)
+    if paired:
+        both = [after[question] - before[question] for question in before]
+        return math.sqrt(_sum_variance(both)), len(both) - 1
+    variances = _sum_variance(list(before.values())) + _sum_variance(list(after.values()))
+    return math.sqrt(variances), min(len(before), len(after)) - 1
+
+
+def _residuals(counts: Mapping[str, Counts]) -> dict[str, float]:
+    """What each prompt adds to the rate's deviation; they sum up to 0."""
+    right, total = _total(counts)
+    rate = right / total
+    return {question: (r - rate * n) / total for question, (r, n) in counts.items()}
+
+
+def _sum_variance(parts: Sequence[float]) -> float:
+    return sum(part**2 for part in parts) * len(parts) / (len(parts) - 1)
+
+
+def _binomial(counts: Counts) -> float:
+    """Variance of a rate of independent tokens; Agresti and Coull's, which is never 0."""
+    right, total = counts[0] + 2, counts[1] + 4
+    return right / total * (1 - right / total) / total
+
+
+def student(probability: float, freedom: float) -> float:
+    """Quantile of Student's t; `freedom` degrees of freedom, 1 or more, inf for the normal one.
+
+    Exact for 1 and 2; else the expansion of Abramowitz and Stegun 26.7.5, off by 0.5 % at 3 degrees
+    and a probability of 0.975.
+    """
+    if freedom <= 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom <= 2:
+        side = 2 * probability - 1
+        return side * math.sqrt(2 / (1 - side**2))
+    x = NormalDist().inv_cdf(probability)
+    terms = (
+        x,
+        (x**3 + x) / 4,
+        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
+        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
+        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def _notes(then: Report, now: Report) -> list[str]:
+    notes = []
+    old, new = then.identity, now.identity
+    if old.verifier_sha256 != new.verifier_sha256:
+        notes.append(
+            f"the verifier is another one: {new.verifier_sha256[:12]} now, "
+            f"{old.verifier_sha256[:12]} then; what changed may be its text, not the drafter"
+        )
+    if old.drafter_sha256 != new.drafter_sha256:
+        notes.append(
+            f"the drafter is another one: {(new.drafter_sha256 or 'none')[:12]} now, "
+            f"{(old.drafter_sha256 or 'none')[:12]} then"
+        )
+    if (old.cpu, old.system) != (new.cpu, new.system):
+        notes.append(f"another machine: {new.cpu}, {new.system}; then {old.cpu}, {old.system}")
+    if then.max_tokens != now.max_tokens:
+        notes.append(f"answers of up to {now.max_tokens} tokens now, {then.max_tokens} then")
+    return notes
+
+
+def drift_lines(drift: Drift) -> list[str]:
+    """For people: what changed, with counts; what to do."""
+    lines = ["", "against the saved profile:", *drift.notes]
+    for change in drift.changes:
+        word = "FELL" if change.fell else "rose" if change.rose else "no change beyond noise"
+        pairing = "the same prompts" if change.paired else "other prompts"
+        lines.append(
+            f"{change.what}, {change.domain}: {_counts(change.now)} now, {_counts(change.then)} "
+            f"then; difference {100 * change.difference:+.1f} points "
+            f"({100 * change.low:+.1f} to {100 * change.high:+.1f}), {change.prompts} "
+            f"prompts, {pairing}: {word}"
+        )
+    if not drift.changes:
+        lines.append("nothing to compare: no strategy that drafts is in both profiles")
+    elif drift.fell:
+        lines.append(
+            "the drafter fits its verifier worse than it did: distil it again, or convert the pair "
+            "that it was made for"
+        )
+    else:
+        lines.append("the drafter is as good as it was, as far as so many prompts can tell")
+    return lines
+
+
+def _counts(counts: Counts) -> str:
+    return f"{counts[0]} of {counts[1]} ({counts[0] / counts[1]:.1%})"

@@ -1,0 +1,154 @@
+"""Drift: a worse drafter is found, a repeat left alone, another verifier named; no false alarms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ondevice.apps.drift import drift, drift_lines, student
+from ondevice.apps.figures import EVERY, Drafts, Figures, profile_figures
+from ondevice.apps.report import Identity, Report, now
+from ondevice.spans import Busy
+
+IDENTITY = Identity(
+    ondevice="0",
+    pair="p",
+    verifier_sha256="a" * 64,
+    drafter_sha256="b" * 64,
+    cpu="cpu",
+    system="system",
+)
+Text = Callable[[int], tuple[int, int]]
+
+
+def figures(domain: str, by_question: dict[str, Drafts]) -> Figures:
+    empty = dict.fromkeys(("ttft_ms", "prefill_ms", "decode_tok_s", "speed_up"))
+    zeros = dict.fromkeys(
+        (
+            *("answers", "prompt_tokens", "tokens", "same_text", "rounds", "committed"),
+            *("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
+            *("rerooting_rounds", "rerooting_hits"),
+        ),
+        0,
+    )
+    return Figures(
+        "pipelined", domain, **empty, **zeros, busy=Busy(), by_depth=(), by_proposer={},
+        by_question=by_question,
+    )  # fmt: skip
+
+
+def report(domains: dict[str, dict[str, Drafts]], **changes: object) -> Report:
+    every = {question: drafts for of_one in domains.values() for question, drafts in of_one.items()}
+    made = Report(
+        identity=IDENTITY,
+        measured_at=now(),
+        prompts=len(every),
+        max_tokens=64,
+        repeats=1,
+        planned=0,
+        answers=0,
+        stopped="",
+        placement=[],
+        left_out={},
+        costs=None,
+        figures=[figures(EVERY, every), *(figures(*each) for each in domains.items())],
+    )
+    return made.model_copy(update=changes)
+
+
+def drawn(rate: float, seed: int, prompts: int = 10, tokens: int = 64) -> dict[str, Drafts]:
+    """Prompts differ: each has a rate of its own around `rate`."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for prompt in range(prompts):
+        own = rng.beta(12 * rate, 12 * (1 - rate))
+        right = int(rng.binomial(tokens, own))
+        found[str(prompt)] = Drafts(2 * tokens, right, tokens, right)
+    return found
+
+
+def test_a_repeat_is_quiet_and_a_worse_drafter_is_not() -> None:
+    good = report({"code": drawn(0.8, 1), "chat": {f"c{k}": v for k, v in drawn(0.6, 2).items()}})
+    assert not drift(good, good).fell
+    assert all((change.low, change.high) == (0, 0) for change in drift(good, good).changes)
+    worse = report({"code": drawn(0.6, 1), "chat": {f"c{k}": v for k, v in drawn(0.6, 2).items()}})
+    found = drift(good, worse)
+    fallen = [(change.domain, change.what) for change in found.changes if change.fell]
+    assert ("code", "first choice right") in fallen
+    assert not any(domain == "chat" for domain, _ in fallen)
+    assert "distil it again" in drift_lines(found)[-1]
+    better = drift(worse, good)
+    assert not better.fell
+    assert any(change.rose for change in better.changes)
+
+
+def test_false_alarms_are_as_rare_as_promised() -> None:
+    """Other prompts of the same kind, 200 times: in 5 % of them at most."""
+    alarms = sum(
+        drift(report({"x": drawn(0.7, 2 * n)}), report({"x": drawn(0.7, 2 * n + 1)})).fell
+        for n in range(200)
+    )
+    assert alarms <= 20
+
+
+def test_prompts_are_paired_only_with_themselves() -> None:
+    """One prompt is far harder: paired, it hides nothing; with other prompts it does."""
+    then = {str(n): Drafts(100, 80, 100, 80) for n in range(6)} | {"6": Drafts(100, 10, 100, 10)}
+    now_ = {
+        name: replace(d, right=d.right - 4, accepted=d.accepted - 4) for name, d in then.items()
+    }
+    paired = drift(report({"x": then}), report({"x": now_}))
+    others = {f"new{name}": drafts for name, drafts in now_.items()}
+    apart = drift(report({"x": then}), report({"x": others}))
+    assert all(change.paired for change in paired.changes)
+    assert paired.fell
+    assert not apart.fell
+
+
+def test_one_prompt_counts_its_tokens() -> None:
+    one = {"0": Drafts(100, 80, 100, 80)}
+    (change, _, *_) = drift(report({"x": one}), report({"x": one})).changes
+    assert change.low < 0 < change.high
+    assert change.high == pytest.approx(2.5 * math.sqrt(2 * 0.8 * 0.2 / 100), rel=0.15)
+
+
+def test_another_verifier_is_named_first() -> None:
+    other = report(
+        {"x": drawn(0.7, 1)}, identity=IDENTITY.model_copy(update={"verifier_sha256": "c" * 64})
+    )
+    found = drift(report({"x": drawn(0.7, 1)}), other)
+    assert found.notes[0].startswith("the verifier is another one: cccccccccccc now")
+    assert drift_lines(found)[2] == found.notes[0]
+
+
+def test_profiles_without_drafts_have_nothing_to_compare() -> None:
+    none = report({"x": {}})
+    assert drift(none, none).changes == ()
+    assert "nothing to compare" in drift_lines(drift(none, none))[-1]
+    assert profile_figures([]) == []
+
+
+def test_counts_and_not_only_rates_are_told() -> None:
+    lines = drift_lines(drift(report({"x": drawn(0.8, 1)}), report({"x": drawn(0.8, 1)})))
+    assert any(" of 640 (" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "expected"),
+    [
+        (0.975, 1, 12.706),
+        (0.975, 2, 4.303),
+        (0.975, 3, 3.182),
+        (0.975, 9, 2.262),
+        (0.995, 5, 4.032),
+        (0.975, math.inf, 1.960),
+    ],
+)
+def test_student_s_quantiles_are_those_of_the_tables(
+    probability: float, freedom: float, expected: float
+) -> None:
+    assert student(probability, freedom) == pytest.approx(expected, rel=0.006)
