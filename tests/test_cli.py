@@ -166,7 +166,10 @@ def test_no_command_shows_the_commands(run: Run) -> None:
     status, out, _ = run()
     assert status == 0
     commands = [line.split()[0] for line in out.partition("Commands:")[2].splitlines() if line]
-    assert commands == ["chat", "check", "bench", "simulate", "inspect", "doctor"]
+    assert commands == [
+        *("chat", "check", "bench", "profile", "distil", "simulate", "inspect", "doctor"),
+        "convert",
+    ]
 
 
 def test_version(run: Run) -> None:
