@@ -100,8 +100,8 @@ def _indices() -> list[Case]:
         Case("one_hot", {"indices": rows}, {"one_hot_vector_size": i32(5), "on_value": f32(2),
              "off_value": f32(0)},
              lambda indices: np.stack([2 * np.eye(5, dtype=f32)[i] for i in indices])),
-        Case("range_1d", {}, {"start": f32(1), "end": f32(6), "step": f32(2)},
-             lambda *_: f32([1, 3, 5])),
+        Case("range_1d", {}, {"start": i32(1), "end": i32(6), "step": i32(2)},
+             lambda *_: i32([1, 3, 5])),
         Case("fill_like", {"ref_tensor": data}, {"value": f32(1.5)},
              lambda x: np.full(x.shape, 1.5, f32)),
         Case("shape", {"x": data}, {}, lambda x: i32(x.shape)),
@@ -154,8 +154,8 @@ def _windows() -> list[Case]:
              "stride": i32(2)}, lambda x: np.stack([x[:, i : i + 3] for i in (0, 2, 4)], 1)),
         Case("crop", {"x": x}, {"crop_height": i32([1, 2]), "crop_width": i32([0, 3])},
              lambda x: x[:, :, 1:2, :3]),
-        Case("upsample_nearest_neighbor", {"x": x}, {"scale_factor_height": f32(2),
-             "scale_factor_width": f32(1)}, lambda x: x[:, :, rows]),
+        Case("upsample_nearest_neighbor", {"x": x}, {"scale_factor_height": i32(2),
+             "scale_factor_width": i32(1)}, lambda x: x[:, :, rows]),
     ]  # fmt: skip
 
 
