@@ -105,6 +105,8 @@ def run(request: Request) -> None:
     is kept, and the same call goes on with it.
     """
     effort = request.effort.checked()
+    # Nothing else of ours runs meanwhile, and the products are large: all cores, unless told.
+    os.environ.setdefault(blas.THREADS_VARIABLE, str(os.cpu_count() or 1))
     blas.prepare()
     source = _source(request.source)
     work = request.work or home_folder() / "distil" / source.name

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from distilling import OFTEN, RECIPE, SOME, distillation, wide_model
+from distilling import OFTEN, RECIPE, SOME, distillation, random_texts, wide_model
 
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.distil.checkpoints import load_checkpoint
+from ondevice.converters.distil.corpus import Batch, Batcher
 from ondevice.converters.distil.finish import WEIGHTS_FILE
+from ondevice.converters.distil.learner import Learned, Single, State
 from ondevice.converters.distil.material import Material
 from ondevice.converters.distil.run import Distillation, Effort
+from ondevice.converters.distil.schedule import Schedule
 from ondevice.converters.distil.student import Student
-from ondevice.converters.distil.training import STATE_FILE
+from ondevice.converters.distil.training import (
+    STATE_FILE,
+    Budget,
+    Pace,
+    Position,
+    Training,
+)
 from ondevice.converters.trained import check_trained, read_trained
 from ondevice.errors import BadRequest, CacheUnwritable, UnsupportedModel
 
@@ -47,6 +56,7 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 import distilling as t
 from ondevice.converters.checkpoint import open_checkpoint
+from ondevice.converters.distil.corpus import Batch, Batcher
 from ondevice.converters.distil.finish import write_drafter
 run = t.distillation(open_checkpoint(Path({model!r})), Path({work!r}), t.OFTEN)
 texts = run.make_data(t.SOME)
@@ -232,3 +242,52 @@ def test_another_runs_folder_is_not_taken(checkpoint: Checkpoint, tmp_path: Path
     distillation(checkpoint, tmp_path / "work")
     with pytest.raises(BadRequest, match="another distillation"):
         distillation(checkpoint, tmp_path / "work", RECIPE.model_copy(update={"seed": 1}))
+
+
+# --- stopping early ------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A learner whose validations are given; it notes the rates that it is called with."""
+
+    def __init__(self, shares: list[int]) -> None:
+        self._shares, self.rates = shares, list[float]()
+
+    def learn(self, batches: Sequence[Batch], rate: float) -> Learned:
+        self.rates.append(rate)
+        return Learned(1.0, 1, 1)
+
+    def judge(self, batches: Sequence[Batch]) -> Learned:
+        return Learned(1.0, 100, self._shares.pop(0) if len(self._shares) > 1 else self._shares[0])
+
+    def weights(self) -> dict[str, Single]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: State) -> None:
+        pass
+
+
+def train_scripted(shares: list[int], folder: Path) -> tuple[Scripted, Position]:
+    learner = Scripted(shares)
+    batcher = Batcher(random_texts(50, 400), list(range(384)), 400, 0.3)
+    pace = Pace(batch_tokens=64, step_tokens=64, validate_tokens=500, patience=3)
+    schedule, budget = Schedule(1.0), Budget(tokens=20_000)
+    training = Training(learner, batcher, [], schedule, budget, pace, folder)
+    return learner, training.run(lambda position, learned: None)
+
+
+def test_a_run_that_no_longer_improves_descends_at_once(tmp_path: Path) -> None:
+    whole, end = train_scripted(list(range(60)), tmp_path / "improves")
+    assert end.tokens >= 20_000
+    assert end.skipped == 0
+    short, early = train_scripted([10, 20, 20], tmp_path / "stalls")
+    # Five validations of 500 tokens, then the descent's 40 % of the budget.
+    assert 9_000 < early.tokens < 12_000
+    for learner in (whole, short):
+        assert max(learner.rates) == 1
+        assert learner.rates[-1] < 0.02
+        descent = learner.rates[-50:]
+        assert descent == sorted(descent, reverse=True)

@@ -23,7 +23,7 @@ from ondevice.artifact import (
 from ondevice.converters import pair as pair_module
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.pair import prepare_pair, write_pair
-from ondevice.converters.trained import TrainedHeader, write_trained
+from ondevice.converters.trained import TrainedHeader, read_trained, write_trained
 from ondevice.errors import BadRequest, CacheUnwritable, UnknownPair
 from ondevice.models.pairs import (
     DrafterRecipe,
@@ -45,7 +45,10 @@ def test_default_pair_is_known_and_pinned() -> None:
     assert pair.source.member_sha256.startswith("b179c952")
     assert pair.drafter.row_counts == (1, 8, 64)
     assert pair.drafter.context_sizes == (512, 2048)
-    assert list(pair.drafter.layers) == sorted(set(pair.drafter.layers))
+    trained = pair.drafter.trained_path
+    assert trained is not None
+    assert trained.stat().st_size <= 20_000_000
+    assert read_trained(trained).header.verifier_sha256 == (pair.source.member_sha256,)
 
 
 def test_manifests_of_a_pair_agree(tiny_pair: Path, tiny_checkpoint: Checkpoint) -> None:

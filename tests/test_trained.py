@@ -10,8 +10,9 @@ import pytest
 import tiny
 
 from ondevice.apps.twin import mlx_twin
-from ondevice.artifact import DRAFTER_FILE, DrafterManifest
+from ondevice.artifact import DRAFTER_FILE, DrafterManifest, file_sha256
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
+from ondevice.converters.distil.card import Card
 from ondevice.converters.distil.evaluation import Passage, drafter_model, evaluate
 from ondevice.converters.mlxmodel import mlx_model
 from ondevice.converters.pair import write_pair
@@ -25,7 +26,7 @@ from ondevice.converters.trained import (
 )
 from ondevice.drafter import CoreMLDrafter
 from ondevice.errors import ArtifactError
-from ondevice.models.pairs import DrafterRecipe
+from ondevice.models.pairs import DrafterRecipe, models_folder
 from ondevice.records import DraftRow, NodeToken
 from ondevice.sampling import Law, SamplingParams
 from ondevice.units import DraftRequest
@@ -140,3 +141,15 @@ def test_a_damaged_file_is_refused(trained: TrainedDrafter, tmp_path: Path) -> N
     damaged.write_bytes(trained.path.read_bytes()[:-9])
     with pytest.raises(ArtifactError, match="is no trained drafter"):
         read_trained(damaged)
+
+
+def test_the_shipped_card_speaks_of_the_shipped_file_and_prompts() -> None:
+    card = Card.model_validate_json((models_folder() / "smollm2-drafter.json").read_text("utf-8"))
+    drafter = models_folder() / card.file
+    assert card.file_sha256 == file_sha256(drafter)
+    assert card.file_bytes == drafter.stat().st_size <= 20_000_000
+    assert card.heldout_sha256 == file_sha256(models_folder() / "heldout.jsonl")
+    assert str(card.heldout_sha256) in (models_folder() / "README.md").read_text("utf-8")
+    figures = card.acceptance["Held-out prompts, greedy"]["all"]["with_loops"]
+    shown = f"| all | {figures['tokens']:.0f} | {figures['first_choice']:.1%} |"
+    assert shown in (models_folder() / "README.md").read_text("utf-8")

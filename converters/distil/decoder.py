@@ -62,21 +62,18 @@ class RowDecoder:
     def step(self, tokens: Ints, positions: Ints, temperatures: Floats, chances: Floats) -> Step:
         """Append `tokens[i]` at `positions[i]` of row i and draw the next; all (rows,)."""
         logits = self._logits(tokens, positions).astype(mx.float32)
-        heat = mx.array(np.where(temperatures > 0, temperatures, 1).astype(np.float32))
-        plain = mx.logsumexp(logits, axis=1)
-        scaled = mx.logsumexp(logits / heat[:, None], axis=1)
         top_tokens, top_logits = _top(logits)
-        mx.eval(plain, scaled, top_tokens, top_logits)
-        best, values = np.array(top_tokens, np.int64), np.array(top_logits)
+        mx.eval(logits, top_tokens, top_logits)
+        host, best, values = np.array(logits), np.array(top_tokens, np.int64), np.array(top_logits)
         drawn = draw(
             best,
             values,
-            np.array(scaled),
+            _log_sums(host, values[:, :1], temperatures),
             temperatures,
             chances,
-            lambda row: np.array(logits[row]),
+            lambda row: host[row],
         )
-        return Step(drawn, best, values - np.array(plain)[:, None])
+        return Step(drawn, best, values - _log_sums(host, values[:, :1])[:, None])
 
     def _logits(self, tokens: Ints, positions: Ints) -> mx.array:
         offset = mx.array(positions.astype(np.int32))
@@ -86,6 +83,20 @@ class RowDecoder:
             layer.seen = min(-(-longest // _SLOT_STEP) * _SLOT_STEP, self.slots)
         logits: mx.array = self._model(mx.array(tokens)[:, None], cache=self._layers)
         return logits[:, 0]
+
+
+def _log_sums(logits: Floats, peak: Floats, temperatures: Floats | None = None) -> Floats:
+    """log of the sum of exp(logit / temperature) of each row; 1 in place of 0.
+
+    logits (rows, vocab), peak (rows, 1). On the host: a power takes numpy 1 ns on an x86 core and
+    MLX 13 ns.
+    """
+    heat = np.ones(len(logits), np.float32)
+    if temperatures is not None:
+        heat = np.where(temperatures > 0, temperatures, heat).astype(np.float32)
+    powers = np.exp((logits - peak) / heat[:, None])
+    sums: Floats = np.log(powers.sum(axis=1)) + peak[:, 0] / heat
+    return sums
 
 
 def _top(logits: mx.array) -> tuple[mx.array, mx.array]:

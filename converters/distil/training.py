@@ -14,6 +14,8 @@ from ondevice.converters.distil.learner import Learned, Learner
 from ondevice.converters.distil.schedule import Schedule
 
 STATE_FILE = "training.safetensors"
+MOST_STEPS_IN_ONE = 20
+"""Usual steps that one may take; a validation takes about ten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +42,25 @@ class Budget:
 class Pace:
     """How a run is cut: padded tokens of a forward and of a step, seconds between checkpoints.
 
-    validate_tokens: input tokens between two validations. patience: validations without a better
-    first choice after which the run stops; 0 never stops.
+    validate_tokens: input tokens between two validations. patience: validations at the level rate
+    without a better first choice after which the descent begins at once, so that the run ends
+    early; 0 never does that.
     """
 
     batch_tokens: int = 2048
     step_tokens: int = 4096
     checkpoint_s: float = 120.0
-    validate_tokens: int = 200_000
-    patience: int = 0
+    validate_tokens: int = 100_000
+    patience: int = 20
     seed: int = 0
 
 
 @dataclass
 class Position:
-    """Where a run is; everything that a checkpoint notes besides tensors."""
+    """Where a run is; everything that a checkpoint notes besides tensors.
+
+    skipped: share of the run that was left out because validation had stalled.
+    """
 
     epoch: int = 0
     batch: int = 0
@@ -62,6 +68,7 @@ class Position:
     tokens: int = 0
     seconds: float = 0.0
     loss: float = 0.0
+    skipped: float = 0.0
     validations: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -107,13 +114,13 @@ class Training:
         saved = time.monotonic()
         batches = self._batches()
         try:
-            while self.progress() < 1 and not self._stalled():
+            while self.progress() < 1:
                 begun = time.monotonic()
                 step, after = self._next_step(batches)
                 learned = self.learner.learn(step, self.schedule.at(self.progress()))
                 self._advance(step, after, learned)
                 self._validate_if_due()
-                self.position.seconds += time.monotonic() - begun
+                self._spend(time.monotonic() - begun)
                 report(self.position, learned)
                 if time.monotonic() - saved > self.pace.checkpoint_s:
                     self.save()
@@ -129,7 +136,18 @@ class Training:
 
     def progress(self) -> float:
         """Share of the run that is done."""
-        return self.budget.progress(self.position.tokens, self.position.seconds)
+        position = self.position
+        spent = self.budget.progress(position.tokens, position.seconds)
+        return min(spent + position.skipped, 1.0)
+
+    def _spend(self, elapsed_s: float) -> None:
+        """Count a step's time; one that took far longer than others was a process that was stopped.
+
+        Else a machine that slept would have spent the hours.
+        """
+        position = self.position
+        usual_s = position.seconds / (position.steps - 1) if position.steps > 1 else elapsed_s
+        position.seconds += min(elapsed_s, MOST_STEPS_IN_ONE * usual_s)
 
     def _batches(self) -> Iterator[tuple[int, int, list[int]]]:
         """Epoch, place of the batch after it, texts: from the present position on."""
@@ -174,6 +192,9 @@ class Training:
                 "loss": judged.loss,
             }
         )
+        level = 1 - self.schedule.descent
+        if self._stalled() and self.progress() < level:
+            position.skipped += level - self.progress()
 
     def _stalled(self) -> bool:
         patience = self.pace.patience
