@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from faulty import open_tiny
 
+from ondevice.apps.sides import settle
 from ondevice.artifact import DRAFTER_PACKAGE
 from ondevice.engine import Engine
 from ondevice.session import Options
@@ -39,11 +41,10 @@ def test_weights_caches_and_peak_are_those_of_the_units(engine: Engine, tiny_pai
 def test_caches_are_free_once_their_session_is_closed(engine: Engine) -> None:
     with engine.session() as session:
         session.generate("One, two, three.", OPTIONS)
-    held = engine.memory()
-    assert {name: memory.caches_bytes for name, memory in held.items()} == {
-        "verifier": 0,
-        "drafter": 0,
-    }
+    settle(engine)
+    patience = time.monotonic() + 30
+    while any(memory.caches_bytes for memory in engine.memory().values()):
+        assert time.monotonic() < patience
 
 
 def test_a_unit_that_does_not_say_is_left_out(tiny_pair: Path) -> None:
