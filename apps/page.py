@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from jinja2 import Environment
-from markupsafe import Markup
 
 from ondevice.apps.benchtable import spread_cell
 from ondevice.apps.charts import (
@@ -61,17 +60,6 @@ class Section:
 def page(report: Report, measured: Sequence[Measured], drift: Sequence[str] = ()) -> str:
     """The page. drift: lines about a comparison with a saved profile."""
     sections = [section for section in _sections(report, measured, drift) if section is not None]
-    shown = [
-        {
-            "name": each.name,
-            "title": each.title,
-            "lines": each.lines,
-            "chart": Markup(each.chart),
-            "tables": each.tables,
-            "zoomable": each.zoomable,
-        }
-        for each in sections
-    ]
     template = Environment(autoescape=True).from_string(_asset("page.html"))
     identity = report.identity
     return template.render(
@@ -80,9 +68,9 @@ def page(report: Report, measured: Sequence[Measured], drift: Sequence[str] = ()
             f"{report.measured_at:%Y-%m-%d %H:%M %Z}, {identity.cpu}, {identity.system}, "
             f"ondevice {identity.ondevice}"
         ),
-        sections=shown,
-        style=Markup(_asset("page.css")),
-        script=Markup(_asset("page.js")),
+        sections=sections,
+        style=_asset("page.css"),
+        script=_asset("page.js"),
         footer=(
             f"verifier {identity.verifier_sha256[:12]}, "
             f"drafter {(identity.drafter_sha256 or 'none')[:12]}"
