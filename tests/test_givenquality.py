@@ -220,7 +220,8 @@ def test_every_schedule_writes_the_verifiers_text_and_accepts_as_asked(
                 assert answer.token_ids == plain.token_ids
                 assert "failed" not in answer.stats.reason
                 if children == 1 and strategy == "sequential" and a == 0.9:
-                    assert answer.stats.draft_acceptance_rate == pytest.approx(a, abs=0.12)
+                    chain = (a + a**2 + a**3) / 3  # what follows a wrong token counts, too
+                    assert answer.stats.draft_acceptance_rate == pytest.approx(chain, abs=0.12)
 
 
 def test_the_benchmark_measures_every_schedule_and_its_ratios(

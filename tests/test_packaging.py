@@ -85,20 +85,29 @@ def _declared(project: dict[str, Any]) -> set[str]:
     return {_normal(re.match(r"[\w.-]+", line)[0]) for line in requirements}  # type: ignore[index]
 
 
-# Imported only on a Mac, or by an extra, behind a check that it is there.
-OPTIONAL = {"CoreML", "Foundation", "objc"}
+ON_A_MAC = {
+    "CoreML": "pyobjc-framework-coreml",
+    "Quartz": "pyobjc-framework-quartz",
+    "zeus_apple_silicon": "zeus-apple-silicon",
+}
+"""Distributions that are installed nowhere else, by module."""
+# They come with those.
+OPTIONAL = {"Foundation", "objc"}
 
 
 def test_every_import_is_a_declared_dependency(project: dict[str, Any]) -> None:
     distributions = packages_distributions()
     for module in _imported() - OPTIONAL:
-        owners = {_normal(owner) for owner in distributions.get(module, [module])}
+        found = distributions.get(module, [ON_A_MAC.get(module, module)])
+        owners = {_normal(owner) for owner in found}
         assert owners & _declared(project), f"{module} comes from {sorted(owners)}, not declared"
 
 
 def test_every_declared_dependency_is_used(project: dict[str, Any]) -> None:
     distributions = packages_distributions()
-    used = {_normal(owner) for module in _imported() for owner in distributions.get(module, [])}
+    imported = _imported()
+    used = {_normal(owner) for module in imported for owner in distributions.get(module, [])}
+    used |= {owner for module, owner in ON_A_MAC.items() if module in imported}
     # pip is run as a program; mlx's own package is spread over several distributions.
     assert _declared(project) - used <= {"pip", "mlx"}
 
