@@ -216,11 +216,14 @@ def _mixed(point: CostPoint, beside: float) -> float:
 
 
 class CostModel:
-    """What this machine takes for the steps of one pair, as far as its owner has seen."""
+    """What this machine takes for the steps of one pair, as far as its owner has seen.
+
+    assumed: it began without a measurement.
+    """
 
     def __init__(self, table: CostTable = ASSUMED) -> None:
         self.table = table
-        assumed = table == ASSUMED
+        self.assumed = assumed = table == ASSUMED
         self.verifier = StepCosts(table.verifier, assumed=assumed)
         self.plain = StepCosts(table.plain, assumed=assumed)
         drafter = table.drafter or ASSUMED.drafter

@@ -39,7 +39,7 @@ REST_ROUNDS = 32
 """Rounds after which a drafter that was not worth a wait is heard again: what it is worth is known
 from its answers alone, and a step in so many rounds costs less than a hundredth."""
 PACE_PRIOR_ROUNDS = 4.0
-"""A pace starts as that of forwards of one row, which counts as this many rounds."""
+"""A pace starts as plain decoding's, which counts as this many rounds."""
 
 
 class Experience:
@@ -182,8 +182,10 @@ class RatePolicy:
         self._accepted = 0.0
         self._paces = experience.paces
         self._undrafted_rounds = 0
-        # A plain run may be known to be quick when a forward of one row is not known at all.
-        token_ms = max(self._costs.plain.ms(1, context), self._costs.verifier.ms(1, context))
+        token_ms = self._costs.plain.ms(1, context)
+        if self._costs.assumed:
+            # A plain run may be known to be quick when a forward of one row is not known at all.
+            token_ms = max(token_ms, self._costs.verifier.ms(1, context))
         self._prior = (PACE_PRIOR_ROUNDS, PACE_PRIOR_ROUNDS * token_ms)
 
     @property

@@ -25,6 +25,7 @@ from ondevice.apps.questions import own_questions
 from ondevice.apps.race import Spread
 from ondevice.apps.report import Report, json_schema, read_report
 from ondevice.apps.sides import OurSide, our_sides
+from ondevice.costs import StepCosts
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, UnitFailed
 
@@ -39,6 +40,8 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
 @pytest.fixture
 def speculating(tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tiny pair with a drafter that is right in 8 of 10 places, and costs that let it draft."""
+    # Costs stay as given: the tiny verifier is so quick that no draft would be worth its time.
+    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
     monkeypatch.setattr(profile_command, "open_engine", lambda _: open_given(tiny_pair, 0.8))
     return tiny_pair
 
