@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -123,12 +121,6 @@ def data_amount(texts: Sequence[Text], seconds: float) -> DataAmount:
         seconds=seconds,
         tok_s=total / seconds if seconds else None,
     )
-
-
-def read_card(path: Path) -> dict[str, Any]:
-    """card.json as it was written."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 def _pace(tok_s: float | None) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from ondevice.coreml.compiler import CompiledFunction, compile_function
 from ondevice.coreml.constants import ConstantPool
 from ondevice.coreml.package import Package
-from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call
+from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call, find_function
 from ondevice.errors import CallMismatch, OnDeviceError, UnitFailed
 
 Precision = Literal["fp32", "fp16"]
@@ -112,11 +112,5 @@ class Emulator:
         self._compiled = {}
 
     def _find(self, function: str) -> CompiledFunction:
-        compiled = self._compiled.get(function)
-        if compiled is not None:
-            return compiled
-        if function in self._functions:
-            raise UnitFailed(f"the emulator of {self._path} is closed; open it again")
-        raise CallMismatch(
-            f"{self._path} has no function {function}; it has {', '.join(sorted(self._functions))}"
-        )
+        closed = f"the emulator of {self._path} is closed; open it again"
+        return find_function(function, self._compiled, self._functions, self._path, closed)

@@ -18,8 +18,8 @@ from ondevice.coreml.constants import ConstantPool
 from ondevice.coreml.ops.base import Lowered, Operands, Rule
 from ondevice.coreml.package import Package
 from ondevice.coreml.pyobjc import signature_of
-from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call
-from ondevice.errors import CallMismatch, UnitFailed
+from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call, find_function
+from ondevice.errors import UnitFailed
 
 Tensor = Any
 """An mlx.core.array: MLX is imported with the first runtime, not before."""
@@ -64,14 +64,12 @@ class MLXRuntime:
         """Run `function` once; see CoreMLRuntime.predict."""
         import mlx.core as mx
 
-        signature = self._functions.get(function)
-        if signature is None:
-            raise CallMismatch(f"{self._path} has no function {function}")
-        if function not in self._compiled:
-            raise UnitFailed(f"the MLX drafter of {self._path} is closed; open it again")
+        closed = f"the MLX drafter of {self._path} is closed; open it again"
+        run = find_function(function, self._compiled, self._functions, self._path, closed)
+        signature = self._functions[function]
         check_call(function, signature, inputs, out)
         try:
-            found = self._compiled[function](*[mx.array(inputs[name]) for name in signature.inputs])
+            found = run(*[mx.array(inputs[name]) for name in signature.inputs])
             mx.eval(found)
         except Exception as error:
             raise UnitFailed(f"MLX failed in {function}: {error}") from error

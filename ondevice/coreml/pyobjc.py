@@ -17,7 +17,7 @@ import numpy as np
 from ondevice.coreml.apple import Apple
 from ondevice.coreml.devicearray import DeviceArray, copy_out, lent, owner, supported
 from ondevice.coreml.package import Function, Package, TensorType
-from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call
+from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call, find_function
 from ondevice.errors import CallMismatch, UnitFailed, UnknownOp
 
 
@@ -79,13 +79,8 @@ class PyObjCRuntime:
         self._loaded = {}
 
     def _find(self, function: str) -> _Loaded:
-        if function in self._loaded:
-            return self._loaded[function]
-        if function in self._functions:
-            raise UnitFailed(f"Core ML's models of {self._path} are closed; open them again")
-        raise CallMismatch(
-            f"{self._path} has no function {function}; it has {', '.join(sorted(self._functions))}"
-        )
+        closed = f"Core ML's models of {self._path} are closed; open them again"
+        return find_function(function, self._loaded, self._functions, self._path, closed)
 
 
 class _Binding:

@@ -8,15 +8,17 @@ arrays when it gives some.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ondevice.errors import CallMismatch
+from ondevice.errors import CallMismatch, UnitFailed
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Held = TypeVar("Held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,21 @@ class CoreMLRuntime(Protocol):
     def close(self) -> None:
         """Release what the runtime holds; a later `predict` raises UnitFailed."""
         ...
+
+
+def find_function(
+    function: str, held: Mapping[str, Held], known: Collection[str], path: Path, closed: str
+) -> Held:
+    """What a runtime holds for `function`; nothing is held once it was closed.
+
+    known: functions of the package at `path`. Raises CallMismatch for any other, and UnitFailed,
+    saying `closed`, for one that is held no more.
+    """
+    if function in held:
+        return held[function]
+    if function in known:
+        raise UnitFailed(closed)
+    raise CallMismatch(f"{path} has no function {function}; it has {', '.join(sorted(known))}")
 
 
 def check_call(

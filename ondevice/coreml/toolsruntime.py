@@ -23,8 +23,8 @@ from ondevice.coreml.apple import one_line
 from ondevice.coreml.compiled import predicts
 from ondevice.coreml.package import Package
 from ondevice.coreml.pyobjc import MAIN, signature_of
-from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call
-from ondevice.errors import CallMismatch, RuntimeUnavailable, UnitFailed
+from ondevice.coreml.runtime import Array, FunctionSignature, TensorSpec, check_call, find_function
+from ondevice.errors import RuntimeUnavailable, UnitFailed
 
 MOST_CACHE_BYTES = 16_000_000
 """Keys and values of a drafter, as the package stores them: more take longer to convert than to
@@ -77,16 +77,14 @@ class CoreMLToolsRuntime:
         out: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
         """Run `function` once; see CoreMLRuntime.predict. Copies inputs but those of `buffer`."""
-        signature = self._functions.get(function)
-        if signature is None:
-            raise CallMismatch(f"{self._path} has no function {function}")
-        if function not in self._models:
-            raise UnitFailed(f"Core ML's models of {self._path} are closed; open them again")
+        closed = f"Core ML's models of {self._path} are closed; open them again"
+        model = find_function(function, self._models, self._functions, self._path, closed)
+        signature = self._functions[function]
         check_call(function, signature, inputs, out)
         # A new dictionary: coremltools puts its own arrays into the one that it is given.
         given = {name: self._lasting(function, name, array) for name, array in inputs.items()}
         try:
-            found = self._models[function].predict(given)
+            found = model.predict(given)
         except Exception as error:
             raise UnitFailed(f"Core ML failed in {function}: {one_line(error)}") from error
         return _collected(function, signature, found, out or {})
