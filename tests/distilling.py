@@ -61,3 +61,13 @@ def random_texts(count: int, vocab_size: int, seed: int = 0) -> list[Text]:
             )
         )
     return texts
+
+
+def chosen_text(before: list[int], answer: list[int]) -> Text:
+    """`before`, then `answer` of which every token is sure."""
+    top_tokens = np.zeros((len(answer), TOP), np.uint16)
+    top_tokens[:, 0] = answer
+    top_logprobs = np.full((len(answer), TOP), -np.inf, np.float16)
+    top_logprobs[:, 0] = 0
+    tokens = np.array([*before, *answer], np.uint16)
+    return Text(1, "chat", 0.0, tokens, len(before), top_tokens, top_logprobs)

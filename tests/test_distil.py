@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from distilling import random_texts, wide_model
+from distilling import chosen_text, random_texts, wide_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from ondevice.converters.distil.decoder import RowDecoder
 from ondevice.converters.distil.decoding import TOP, draw
 from ondevice.converters.distil.greedy import greedy_answers
 from ondevice.converters.distil.loops import loop_period, loop_start, without_loop
+from ondevice.converters.distil.repetition import echoes, loop_gone_on
 from ondevice.converters.distil.student import START_SCALE, Student
 from ondevice.converters.mlxmodel import mlx_model
 
@@ -54,6 +57,59 @@ def test_text_without_repetition_has_no_loop(tokens: list[int]) -> None:
     assert loop_period(tokens) is None
     assert loop_start(tokens) is None
     assert without_loop(tokens) == len(tokens)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=30),
+    st.permutations(range(51, 91)),
+    st.integers(1, 40),
+    st.integers(1, 60),
+)
+def test_a_cut_loop_goes_on_as_the_text_did(
+    before: list[int], body: list[int], period: int, more: int
+) -> None:
+    body = body[:period]
+    answer = before + body * 2
+    text = chosen_text([7, 7, 7], answer)
+    limit = len(answer) + more
+    whole = loop_gone_on(text, frozenset({0}), limit)
+    expected = (before + body * (2 + more))[:limit]
+    assert whole.tokens[3:].tolist() == expected
+    assert whole.top_tokens[:, 0].tolist() == expected
+    assert whole.start == 3
+
+
+@pytest.mark.parametrize("answer", [[5, 6, 5, 6, 2], [1, 2, 3], [4]])
+def test_what_ended_by_itself_is_not_gone_on_with(answer: list[int]) -> None:
+    text = chosen_text([7], answer)
+    assert loop_gone_on(text, frozenset({2}), 50) is text
+
+
+def test_an_answer_at_its_limit_is_not_gone_on_with() -> None:
+    text = chosen_text([7], [5, 6, 5, 6])
+    assert loop_gone_on(text, frozenset({2}), 4) is text
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 99), st.floats(0.05, 0.5))
+def test_an_echo_can_be_foretold_from_what_stands_before(seed: int, share: float) -> None:
+    texts = random_texts(30, 500, seed)
+    made = echoes(texts, share, seed)
+    wanted = share * sum(len(text.tokens) for text in texts)
+    assert wanted <= sum(len(text.tokens) for text in made) < wanted + 400
+    for text in made:
+        tokens = text.tokens.tolist()
+        assert text.top_tokens[:, 0].tolist() == tokens[text.start :]
+        np.testing.assert_array_equal(np.exp(text.top_logprobs).sum(1), 1)
+        for place in range(text.start, len(tokens)):
+            assert (tokens[place - 1], tokens[place]) in set(pairwise(tokens[:place]))
+
+
+def test_echoes_are_the_same_for_the_same_texts() -> None:
+    texts = random_texts(30, 500)
+    first, second = echoes(texts, 0.3, 1), echoes(texts, 0.3, 1)
+    assert [t.tokens.tolist() for t in first] == [t.tokens.tolist() for t in second]
 
 
 # --- drawing -------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ class Recipe(BaseModel):
 
     layers: of the verifier, that the student begins as; None takes the first three. rows: output
     rows; None takes 16,384, or nearly all of a small vocabulary. first_choice_weight: share of the
-    loss that is cross-entropy on the verifier's first choice. data_share: of the hours, for making
+    loss that is cross-entropy on the verifier's first choice. echo_share: tokens of passages said
+    again, which teach to copy, over those of the texts. data_share: of the hours, for making
     data. decode_rows: texts made side by side. held_out: one text in so many is for validation.
     shard_s, checkpoint_s: seconds of data making and of training that a kill can cost.
     """
@@ -32,6 +33,7 @@ class Recipe(BaseModel):
     layers: tuple[int, ...] | None = None
     rows: int | None = Field(default=None, gt=0)
     first_choice_weight: float = Field(default=0.3, ge=0, le=1)
+    echo_share: float = Field(default=0.2, ge=0, le=1)
     rate: float = Field(default=1.5e-3, gt=0)
     descent: float = Field(default=0.4, gt=0, le=1)
     batch_tokens: int = Field(default=2048, gt=0)

@@ -15,8 +15,9 @@ from ondevice.converters.distil.conversation import Limits
 from ondevice.converters.distil.corpus import Batch, Batcher, token_weights
 from ondevice.converters.distil.maker import Made, Maker
 from ondevice.converters.distil.material import Material, read_prompts, text_windows
-from ondevice.converters.distil.plans import GivenPrompts, GivenTexts, OwnQuestions, Plan
+from ondevice.converters.distil.plans import TEXT, GivenPrompts, GivenTexts, OwnQuestions, Plan
 from ondevice.converters.distil.recipe import Identity, Recipe
+from ondevice.converters.distil.repetition import echoes, loop_gone_on
 from ondevice.converters.distil.schedule import Schedule
 from ondevice.converters.distil.script import chat_script, opening_tokens
 from ondevice.converters.distil.shards import ShardFolder, Text
@@ -218,7 +219,8 @@ class Distillation:
 
     def train(self, texts: Sequence[Text], effort: Effort) -> tuple[Student, Position]:
         """Train until the effort is spent; the student and where it stands."""
-        trained, held = self._split(texts)
+        trained, held = ([self._whole(text) for text in part] for part in self._split(texts))
+        trained += echoes(trained, self.recipe.echo_share, self.recipe.seed)
         rows, vocab = self.rows(texts), self.checkpoint.config.vocab_size
         share = self.recipe.first_choice_weight
         batcher = Batcher(trained, rows, vocab, share)
@@ -242,6 +244,13 @@ class Distillation:
                 watch.update(training.progress(), _words(position))
 
             return student, training.run(report)
+
+    def _whole(self, text: Text) -> Text:
+        """A text as the verifier would have gone on with it; the user's own ends where it ends."""
+        if text.domain == TEXT:
+            return text
+        stops = frozenset(self.checkpoint.eos_token_ids)
+        return loop_gone_on(text, stops, self.recipe.answer_tokens)
 
     def _pace(self) -> Pace:
         recipe = self.recipe
