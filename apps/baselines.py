@@ -46,19 +46,24 @@ class MlxLmPlain:
 
 
 class MlxLmSpeculative:
-    """`mlx_lm.generate.speculative_generate_step`: chains of DRAFT_TOKENS, drafted then judged.
+    """`mlx_lm.generate.speculative_generate_step`: chains of `draft_tokens`, drafted then judged.
 
     Shares the model of `plain`, and so its thread.
     """
 
     name = "mlx-lm speculative"
 
-    def __init__(self, plain: MlxLmPlain, draft_model: Module) -> None:
+    def __init__(
+        self, plain: MlxLmPlain, draft_model: Module, draft_tokens: int = DRAFT_TOKENS
+    ) -> None:
         """Raises UnsupportedModel for a model whose cache mlx-lm cannot roll back."""
+        if draft_tokens != DRAFT_TOKENS:
+            self.name = f"{self.name}, {draft_tokens}"
         if not can_trim_prompt_cache(make_prompt_cache(plain.model)):
             raise UnsupportedModel("mlx-lm cannot roll back this model's cache")
         self._plain = plain
         self._draft_model = draft_model
+        self._draft_tokens = draft_tokens
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Run:
         """See `ondevice.apps.sides.Side`."""
@@ -69,14 +74,14 @@ class MlxLmSpeculative:
                 mx.array(list(prompt)),
                 model,
                 self._draft_model,
-                num_draft_tokens=DRAFT_TOKENS,
+                num_draft_tokens=self._draft_tokens,
                 max_tokens=max_tokens,
             )
             with closing(made):
                 for token, _, drafted in made:
                     yield int(token), drafted
 
-        return _run(steps, end_tokens, max_tokens, DRAFT_TOKENS)
+        return _run(steps, end_tokens, max_tokens, self._draft_tokens)
 
 
 def _run(

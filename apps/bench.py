@@ -49,6 +49,7 @@ class Request:
 
     prompts: a file of `read_questions`, None for our own; limit: how many of them, None for all.
     strategies: of `STRATEGIES`, none for all. records: where to write the rounds of our answers.
+    draft_tokens: a round of mlx-lm's speculative decoding, a side for each; none for its default.
     """
 
     pair: str
@@ -59,6 +60,7 @@ class Request:
     strategies: tuple[str, ...] = ()
     as_json: bool = False
     records: Path | None = None
+    draft_tokens: tuple[int, ...] = ()
 
 
 def run(request: Request) -> bool:
@@ -66,10 +68,12 @@ def run(request: Request) -> bool:
     strategies = checked_strategies(request.strategies)
     questions = read_questions(request.prompts) if request.prompts else own_questions()
     load = Load(spread(questions, request.limit), request.max_tokens, request.repeats).checked()
+    if any(count < 1 for count in request.draft_tokens):
+        raise BadRequest(f"draft tokens must be 1 or more, got {list(request.draft_tokens)}")
     if request.records is not None:
         require_file_name(request.records)
     with open_engine(request.pair) as engine:
-        outcome = bench_pair(engine, request.pair, strategies, load)
+        outcome = bench_pair(engine, request.pair, strategies, load, request.draft_tokens)
         if request.records is not None:
             write_records(request.records, engine, outcome)
     if request.as_json:
@@ -100,9 +104,15 @@ def checked_strategies(names: Sequence[str]) -> list[Strategy]:
     return [cast(Strategy, name) for name in dict.fromkeys(names or STRATEGIES)]
 
 
-def bench_pair(engine: Engine, pair: str, strategies: Sequence[Strategy], load: Load) -> Outcome:
+def bench_pair(
+    engine: Engine,
+    pair: str,
+    strategies: Sequence[Strategy],
+    load: Load,
+    draft_tokens: Sequence[int] = (),
+) -> Outcome:
     """mlx-lm plain, its speculative decoding, and `strategies`, as far as the pair has them."""
-    from ondevice.apps.baselines import MlxLmPlain, MlxLmSpeculative
+    from ondevice.apps.baselines import DRAFT_TOKENS, MlxLmPlain, MlxLmSpeculative
     from ondevice.converters.pair import prepare_pair
 
     folder = prepare_pair(pair, quiet=True)
@@ -120,7 +130,8 @@ def bench_pair(engine: Engine, pair: str, strategies: Sequence[Strategy], load: 
 
             try:
                 twin = mlx_twin(folder / manifest.drafter, verifier_folder)
-                sides.append(MlxLmSpeculative(plain, twin))
+                for count in dict.fromkeys(draft_tokens or (DRAFT_TOKENS,)):
+                    sides.append(MlxLmSpeculative(plain, twin, count))
             except UnsupportedModel as error:
                 left_out[MlxLmSpeculative.name] = str(error)
     ours, ours_left_out = our_sides(engine, strategies)

@@ -185,6 +185,10 @@ def bench(
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     repeats: Annotated[int, typer.Option(help="Times that each side answers a prompt.")] = 1,
     strategy: StrategiesOption = None,
+    draft_tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="That mlx-lm drafts a round, 3 by itself; may be repeated."),
+    ] = None,
     records: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the rounds of our answers, for simulate --trace."),
@@ -201,7 +205,15 @@ def bench(
         from ondevice.apps import bench as command
 
         request = command.Request(
-            pair, prompts, limit, max_tokens, repeats, tuple(strategy or ()), json, records
+            pair,
+            prompts,
+            limit,
+            max_tokens,
+            repeats,
+            tuple(strategy or ()),
+            json,
+            records,
+            tuple(draft_tokens or ()),
         )
         if not command.run(request):
             raise typer.Exit(1)

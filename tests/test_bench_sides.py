@@ -74,12 +74,14 @@ def test_every_side_stops_at_the_end_token_and_keeps_it(
         assert sum(arrival.tokens for arrival in run.arrivals) == len(until_end)
 
 
-def test_a_perfect_draft_model_is_accepted_whole(tiny_pair: Path, mlx_lm: MlxLmPlain) -> None:
-    """With itself as the draft model mlx-lm commits DRAFT_TOKENS + 1 a round."""
-    run = MlxLmSpeculative(mlx_lm, mlx_lm.model).answer(PROMPT, 4 * (DRAFT_TOKENS + 1))
-    assert run.tokens == mlx_lm.answer(PROMPT, 4 * (DRAFT_TOKENS + 1)).tokens
-    assert run.drafting == Drafting(4, 4 * DRAFT_TOKENS, 4 * DRAFT_TOKENS)
-    assert [arrival.tokens for arrival in run.arrivals] == [DRAFT_TOKENS + 1] * 4
+@pytest.mark.parametrize("count", [2, DRAFT_TOKENS])
+def test_a_perfect_draft_model_is_accepted_whole(mlx_lm: MlxLmPlain, count: int) -> None:
+    """With itself as the draft model mlx-lm commits its draft tokens and one more a round."""
+    side = MlxLmSpeculative(mlx_lm, mlx_lm.model, count)
+    run = side.answer(PROMPT, 4 * (count + 1))
+    assert run.tokens == mlx_lm.answer(PROMPT, 4 * (count + 1)).tokens
+    assert run.drafting == Drafting(4, 4 * count, 4 * count)
+    assert [arrival.tokens for arrival in run.arrivals] == [count + 1] * 4
 
 
 def test_nothing_of_an_answer_runs_on_after_it(tiny_pair: Path) -> None:
@@ -186,6 +188,15 @@ def test_a_drafter_without_a_twin_leaves_mlx_lm_speculative_out(
     outcome = bench_command.bench_pair(engine, str(pair), ["plain"], Load(QUESTIONS[:1], 4))
     assert reason in outcome.left_out["mlx-lm speculative"]
     assert [standing.side for standing in outcome.standings] == ["mlx-lm", "plain"]
+
+
+def test_mlx_lm_speculates_with_each_number_of_draft_tokens(
+    tiny_pair: Path, engine: Engine
+) -> None:
+    load = Load(QUESTIONS[:1], 4)
+    outcome = bench_command.bench_pair(engine, str(tiny_pair), ["plain"], load, (2, 3, 2))
+    names = [standing.side for standing in outcome.standings]
+    assert names == ["mlx-lm", "mlx-lm speculative, 2", "mlx-lm speculative", "plain"]
 
 
 def test_our_own_answers_carry_their_statistics(engine: Engine) -> None:
