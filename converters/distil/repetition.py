@@ -20,7 +20,7 @@ from ondevice.converters.distil.shards import Text
 ECHO = "echo"
 _SHUFFLED = 0.4  # of the echoes, so that no habit of the language helps
 _ADJACENT = 0.4  # of the echoes, as in a loop; the others have other text between
-_CONTEXT, _PASSAGE, _GAP = (4, 40), (8, 80), (1, 20)  # tokens: least, and less than
+_CONTEXT, _PASSAGE, _GAP = (4, 40), (8, 80), (1, 100)  # tokens: least, and less than
 _MANY_ROUNDS = 32  # tokens of a passage from which on it is said twice only
 _MOST_ROUNDS = 5
 
