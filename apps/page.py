@@ -15,6 +15,7 @@ from jinja2 import Environment
 from ondevice.apps.benchtable import spread_cell
 from ondevice.apps.charts import (
     BUSY_PARTS,
+    FEWEST_ROUNDS,
     busy_chart,
     busy_shares,
     cost_chart,
@@ -160,7 +161,10 @@ def _depths(report: Report) -> Section | None:
     return Section(
         "acceptance",
         "Acceptance by depth",
-        ["Of the rounds that put a draft token at that depth before the verifier."],
+        [
+            "Of the rounds that put a draft token at that depth before the verifier; depths with "
+            f"fewer than {FEWEST_ROUNDS} such rounds are in the table alone."
+        ],
         depth_chart(report),
         [
             Sheet(
