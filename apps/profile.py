@@ -14,7 +14,7 @@ from ondevice.apps.chrometrace import chrome_trace
 from ondevice.apps.counting import counting
 from ondevice.apps.drift import Drift, drift, drift_lines
 from ondevice.apps.failures import INTERRUPTED
-from ondevice.apps.figures import REFERENCE, profile_figures
+from ondevice.apps.figures import EVERY, REFERENCE, profile_figures
 from ondevice.apps.loads import LoadFigures, answers_at, measure_loads, read_sessions
 from ondevice.apps.opening import open_engine, placement
 from ondevice.apps.page import page
@@ -184,8 +184,15 @@ def _questions(request: Request) -> tuple[list[Question], dict[str, str]]:
 
 
 def of_domains(questions: Sequence[Question], domains: Sequence[str]) -> list[Question]:
-    """Those of `domains`, all for none. Raises BadRequest for a domain that no prompt is of."""
+    """Those of `domains`, all for none.
+
+    Raises BadRequest for a domain that no prompt is of, and for one that would be confused.
+    """
     known = sorted({question.category for question in questions if question.category})
+    if EVERY in known:
+        raise BadRequest(
+            f"a category is named {EVERY!r}, as all prompts together are here; name it otherwise"
+        )
     for domain in domains:
         if domain not in known:
             have = ", ".join(known) or "none: only .jsonl files name them"
