@@ -145,7 +145,7 @@ def verdicts(loads: Sequence[LoadFigures]) -> list[str]:
         lines.append(f"{strategy} {_until_when(ours)}: {', '.join(map(_at, ours))}")
         if strategy == "auto":
             lines += [
-                f"auto with {_sessions(load.sessions)}: {load.reasons[0]}"
+                f"auto with {_sessions(load.sessions)}, by its own measure: {load.reasons[0]}"
                 for load in ours
                 if load.reasons
             ]

@@ -147,6 +147,6 @@ def test_the_load_at_which_speculation_stops_paying_is_named() -> None:
         f"jacobi pays with 1, 4 sessions, not with 2: {told.format('1.20', '0.90', '1.10')}",
         "auto stops paying at 4 sessions: 1.30 times plain with 1 session (drafts in 100% of its "
         "forwards), 0.98 times plain with 4 sessions (drafts in 4% of its forwards)",
-        "auto with 1 session: for 1",
-        "auto with 4 sessions: for 4",
+        "auto with 1 session, by its own measure: for 1",
+        "auto with 4 sessions, by its own measure: for 4",
     ]

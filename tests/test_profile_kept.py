@@ -224,7 +224,7 @@ def test_no_output_takes_another_one_s_place(run: Run, tmp_path: Path) -> None:
     def mistake(*arguments: object) -> tuple[int, str, str]:
         return run("profile", tmp_path / "no-such-pair", *arguments)
 
-    assert_one_line(mistake("--html", one, "--save", link), 2, "link", "another output")
-    assert_one_line(mistake("--html", one, "--save", one), 2, "one", "another output")
+    assert_one_line(mistake("--html", one, "--save", link), 2, "another output")
+    assert_one_line(mistake("--html", one, "--save", one), 2, "another output")
     assert_one_line(mistake("--prompts", one, "--trace", link), 2, "link", "the prompts")
     assert one.read_text(encoding="utf-8") == "Hello?\n"
