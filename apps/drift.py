@@ -252,7 +252,7 @@ def drift_lines(drift: Drift) -> list[str]:
             f"{change.what}, {change.domain}: {_counts(change.now)} now, {_counts(change.then)} "
             f"then; difference {100 * change.difference:+.1f} points "
             f"({100 * change.low:+.1f} to {100 * change.high:+.1f}), {change.prompts} "
-            f"prompts, {pairing}: {change.verdict}"
+            f"prompt{'s' if change.prompts != 1 else ''}, {pairing}: {change.verdict}"
         )
     if not drift.changes:
         lines.append(
@@ -264,8 +264,19 @@ def drift_lines(drift: Drift) -> list[str]:
             "that it was made for"
         )
     else:
-        lines.append("the drafter is as good as it was, as far as so many prompts can tell")
+        lines.append(_as_good(drift.changes[0]))
     return lines
+
+
+def _as_good(over_all: Change) -> str:
+    """What can be said where nothing fell: no more than its interval allows."""
+    unseen = over_all.difference - over_all.low
+    if unseen >= over_all.then[0] / over_all.then[1]:
+        return "so few prompts cannot tell whether the drafter got worse: profile more of them"
+    return (
+        "the drafter is as good as it was; with so many prompts a fall of less than "
+        f"{100 * unseen:.0f} points would not show"
+    )
 
 
 def _counts(counts: Counts) -> str:

@@ -26,7 +26,7 @@ from ondevice.apps.charts import (
 )
 from ondevice.apps.figures import REFERENCE
 from ondevice.apps.loads import verdicts
-from ondevice.apps.profiletable import closing_lines, energy_lines, range_cell
+from ondevice.apps.profiletable import energy_lines, method_lines, range_cell
 from ondevice.apps.race import Measured
 from ondevice.apps.report import Report
 from ondevice.apps.reported import comparison
@@ -86,7 +86,7 @@ def _asset(name: str) -> str:
 def _sections(
     report: Report, measured: Sequence[Measured], drift: Sequence[str]
 ) -> Iterator[Section | None]:
-    yield Section("figures", "Figures", closing_lines(report), tables=[_figures(report)])
+    yield Section("figures", "Figures", method_lines(report), tables=[_figures(report)])
     yield Section(
         "speed",
         "Speed by kind of text",
@@ -114,7 +114,7 @@ def _figures(report: Report) -> Sheet:
             *(each.strategy, each.domain, str(each.answers), spread_cell(each.decode_tok_s, ".1f")),
             "1" if each.strategy == REFERENCE else spread_cell(each.speed_up, ".2f"),
             spread_cell(each.ttft_ms, ".0f"),
-            spread_cell(each.prefill_ms, ".0f"),
+            figure(each.prefill_ms.median if each.prefill_ms else None, ".0f"),
             figure(each.first_choice_rate, ".0%"),
             figure(each.acceptance_rate, ".0%"),
             figure(each.tokens_per_verify, ".2f"),

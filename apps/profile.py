@@ -32,8 +32,9 @@ from ondevice.traces import require_file_name, write_lines
 
 DEFAULT_STRATEGIES = ("plain", "auto", "sequential", "pipelined", "weightless")
 QUICK_STRATEGIES = ("plain", "auto", "pipelined", "weightless")
-QUICK_PROMPTS, QUICK_TOKENS, QUICK_SECONDS = 6, 32, 140.0
-"""Of `--quick`, which is to be over in 3 minutes: no turn of all strategies begins later."""
+QUICK_PROMPTS, QUICK_TOKENS, QUICK_SECONDS = 6, 32, 165.0
+"""Of `--quick`, which is to be over in 3 minutes: no turn of all strategies begins that would take
+longer, were it as slow as the slowest before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,19 +206,24 @@ def collect(
 ) -> Collected:
     """Measure; Ctrl-C, a failure and the deadline leave what is there by then.
 
-    deadline: on `time.monotonic`; the first turn of all sides is measured in any case. Raises what
-    ended it before the first answer.
+    deadline: on `time.monotonic`; no turn of all sides begins that would not be over by then, were
+    it as slow as the slowest so far. The first one is measured in any case. Raises what ended it
+    before the first answer.
     """
     planned = len(sides) * len(tasks) * load.repeats
     measured: list[Measured] = []
+    turn_began, slowest = time.monotonic(), 0.0
     answers = racing(sides, tasks, load.max_tokens, load.repeats)
     try:
         with counting("profile", planned, left=True) as count:
             for each in answers:
                 measured.append(each)
                 count()
-                whole = len(measured) % len(sides) == 0
-                if whole and deadline is not None and time.monotonic() > deadline:
+                if len(measured) % len(sides):
+                    continue
+                ended = time.monotonic()
+                turn_began, slowest = ended, max(slowest, ended - turn_began)
+                if deadline is not None and ended + slowest > deadline:
                     break
     except (KeyboardInterrupt, OnDeviceError) as trouble:
         if not measured:

@@ -158,7 +158,12 @@ def _over_all(report: Report) -> list[Figures]:
 
 
 def closing_lines(report: Report) -> list[str]:
-    """How it was measured, memory, energy, what `auto` said, and what is missing."""
+    """How it was measured, memory, energy, what `auto` said, what is missing, and the loads."""
+    return [*method_lines(report), *energy_lines(report), *verdicts(report.loads)]
+
+
+def method_lines(report: Report) -> list[str]:
+    """How it was measured, what is missing, memory, and what the strategies said of themselves."""
     each = "answer" if report.repeats == 1 else f"of {report.repeats} answers"
     lines = [
         f"{report.answers} of {report.planned} answers of up to {report.max_tokens} tokens to "
@@ -170,11 +175,10 @@ def closing_lines(report: Report) -> list[str]:
     lines += report.placement
     lines += [f"left out: {name}: {why}" for name, why in report.left_out.items()]
     lines += _memory_lines(report)
-    lines += energy_lines(report)
     for figures in _over_all(report):
         told = [why for why in figures.reasons if not why.endswith(", as set")]
         lines += [f"{figures.strategy}: {why}" for why in told[:2]]
-    return lines + verdicts(report.loads)
+    return lines
 
 
 def _memory_lines(report: Report) -> Iterator[str]:
@@ -196,7 +200,7 @@ def energy_lines(report: Report) -> list[str]:
     for figures in _over_all(report):
         rails = figures.energy_mj_per_token
         if rails:
-            spent = ", ".join(f"{rail} {mj:.1f}" for rail, mj in rails.items())
-            lines.append(f"energy, {figures.strategy}: mJ a token: {spent}")
+            spent = ", ".join(f"{rail} {mj:.1f} mJ" for rail, mj in rails.items())
+            lines.append(f"energy a token, {figures.strategy}: {spent}")
     reasons = dict.fromkeys(f.energy_reason for f in _over_all(report) if f.energy_reason)
     return lines + [f"energy not measured: {reason}" for reason in reasons]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -165,6 +166,14 @@ def test_profiles_without_drafts_have_nothing_to_compare() -> None:
     assert drift(none, none).changes == ()
     assert "nothing to compare" in drift_lines(drift(none, none))[-1]
     assert profile_figures([]) == []
+
+
+def test_no_more_is_promised_than_so_many_prompts_can_tell() -> None:
+    many = drift(report({"x": drawn(0.7, 1, 40)}), report({"x": drawn(0.7, 2, 40)}))
+    assert re.search(r"as good as it was; .* less than \d points", drift_lines(many)[-1])
+    two = report({"x": {"0": Drafts(60, 20, 60, 20), "1": Drafts(60, 30, 60, 30)}})
+    now_ = report({"x": {"0": Drafts(60, 16, 60, 16), "1": Drafts(60, 34, 60, 34)}})
+    assert drift_lines(drift(two, now_))[-1].startswith("so few prompts cannot tell")
 
 
 def test_counts_and_not_only_rates_are_told() -> None:
