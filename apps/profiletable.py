@@ -79,7 +79,7 @@ def _cells(figures: Figures) -> Sequence[str]:
         figure(figures.acceptance_rate, ".0%"),
         figure(figures.tokens_per_verify, ".2f"),
         figure(figures.rerooting_rate, ".0%"),
-        f"{figures.same_text}/{figures.answers}",
+        f"{figures.same_text}/{figures.compared}" if figures.compared else "n/a",
     )
 
 
@@ -164,11 +164,11 @@ def closing_lines(report: Report) -> list[str]:
 
 def method_lines(report: Report) -> list[str]:
     """How it was measured, what is missing, memory, and what the strategies said of themselves."""
-    each = "answer" if report.repeats == 1 else f"of {report.repeats} answers"
+    each = "its answer" if report.repeats == 1 else f"the median of its {report.repeats} answers"
     lines = [
         f"{report.answers} of {report.planned} answers of up to {report.max_tokens} tokens to "
         f"{report.prompts} prompts, strategies in turn; medians over prompts (quartiles), a prompt "
-        f"counts by its {each}; greedy"
+        f"counts by {each}; greedy"
     ]
     if report.stopped:
         lines.append(f"not all was measured: {report.stopped}; the figures are of what was")

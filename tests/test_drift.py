@@ -30,7 +30,8 @@ def figures(domain: str, by_question: dict[str, Drafts]) -> Figures:
     empty = dict.fromkeys(("ttft_ms", "prefill_ms", "decode_tok_s", "speed_up"))
     zeros = dict.fromkeys(
         (
-            *("answers", "prompt_tokens", "tokens", "same_text", "rounds", "committed"),
+            *("answers", "prompt_tokens", "tokens", "compared", "same_text", "rounds"),
+            *("committed",),
             *("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
             *("rerooting_rounds", "rerooting_hits"),
         ),
