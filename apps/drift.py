@@ -10,7 +10,8 @@ Tokens of one answer are not independent, prompts are. So a rate is a ratio of s
 and its variance is that of the prompts' residuals (Cochran 1977, Sampling Techniques, chapter 6:
 ratio estimator). Prompts that both profiles have are compared with themselves, in pairs, which
 takes away what makes prompts differ. Intervals are Student's, wide enough for all domains together
-(Bonferroni). A single prompt has no variance to measure: there tokens count as independent.
+(Bonferroni). A single prompt has no variance to measure: there tokens count as independent. Where
+one profile has more prompts, those that both have are compared, if they are half of the fewer.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _change(
     what: str, domain: str, then: Mapping[str, Counts], now: Mapping[str, Counts], tests: int
 ) -> Change:
     common = then.keys() & now.keys()
-    if paired := 2 * len(common) >= max(len(then), len(now)):
+    if paired := 2 * len(common) >= min(len(then), len(now)):
         then, now = ({question: side[question] for question in common} for side in (then, now))
     before, after = _total(then), _total(now)
     difference = after[0] / after[1] - before[0] / before[1]
@@ -161,8 +162,8 @@ def _change(
         now=after,
         prompts=len(then.keys() | now.keys()),
         paired=paired,
-        low=difference - width,
-        high=difference + width,
+        low=max(-1.0, difference - width),
+        high=min(1.0, difference + width),
     )
 
 
