@@ -9,9 +9,10 @@ that pays at the moment.
 Tokens of one answer are not independent, prompts are. So a rate is a ratio of sums over prompts,
 and its variance is that of the prompts' residuals (Cochran 1977, Sampling Techniques, chapter 6:
 ratio estimator). Prompts that both profiles have are compared with themselves, in pairs, which
-takes away what makes prompts differ. Intervals are Student's, wide enough for all domains together
-(Bonferroni). A single prompt has no variance to measure: there tokens count as independent. Where
-one profile has more prompts, those that both have are compared, if they are half of the fewer.
+takes away what makes prompts differ; where one profile has more of them, those that both have, if
+they are half of the fewer. A single prompt has no variance to measure: there tokens count as
+independent. Intervals are Student's. Half of the 5 % of false alarms is for all prompts together,
+the other half for the domains, each of which has an equal part of it (Bonferroni).
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def drift(then: Report, now: Report) -> Drift:
         for what, counts in ((FIRST_CHOICE, _right), (ACCEPTED, _accepted)):
             pair = counts(old), counts(new)
             if all(sum(total for _, total in side.values()) for side in pair):
-                changes.append(_change(what, domain, *pair, tests=2 * len(domains)))
+                tests = 2 * (len(domains) - 1) if domain != EVERY else min(2, len(domains))
+                changes.append(_change(what, domain, *pair, tests))
     return Drift(tuple(changes), tuple(_notes(then, now)))
 
 

@@ -147,7 +147,8 @@ def after_a_tenth(process: subprocess.Popen[str]) -> None:
     pytest.fail("it ended without a line of progress")
 
 
-LONG = ("--strategy", "pipelined", "--max-tokens", 24, "--repeats", 40)
+LONG = ("--strategy", "pipelined", "--max-tokens", 48, "--limit", 30)
+"""Its first line of progress comes after 6 of 60 answers."""
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
