@@ -147,9 +147,11 @@ def _rate_form(rates: Spread | None) -> str:
 
 
 def spread_cell(spread: Spread | None, form: str) -> str:
-    """Median (lower quartile to upper quartile)."""
+    """Median (lower quartile to upper quartile); the median alone where there was one value."""
     if spread is None:
         return "n/a"
+    if spread.low == spread.high:
+        return f"{spread.median:{form}}"
     return f"{spread.median:{form}} ({spread.low:{form}}-{spread.high:{form}})"
 
 

@@ -44,6 +44,7 @@ def speed_chart(report: Report) -> str:
         x = LEFT + mark * scale
         draw.line(x, TOP, x, height - BOTTOM, "grid")
         draw.text(x, height - BOTTOM + 18, f"{mark:g}", "tick", "middle")
+    draw.line(LEFT + scale, TOP, LEFT + scale, height - BOTTOM, "reference")
     y, domain = TOP, ""
     for name, figures in rows:
         if name != domain:
@@ -58,7 +59,6 @@ def speed_chart(report: Report) -> str:
         if figures is not None:
             _speed_bar(draw, figures, colour(report, figures.strategy), y, scale)
             y += ROW
-    draw.line(LEFT + scale, TOP, LEFT + scale, height - BOTTOM, "reference")
     draw.text(
         LEFT + SPAN / 2, height - 6, "times plain decoding; the line is plain", "tick", "middle"
     )
@@ -90,10 +90,23 @@ def _speed_bar(draw: Drawing, figures: Figures, kind: str, y: float, scale: floa
     )
 
 
+FEWEST_ROUNDS = 5
+"""With fewer, a share is an accident; the table beside the chart has them all."""
+
+
 def depth_chart(report: Report) -> str:
-    """Share of rounds whose text got to each depth, of those with a draft token there."""
-    drafted = [each for each in over_all(report) if each.by_depth]
-    deepest = max((each.by_depth[-1].depth for each in drafted), default=1)
+    """Share of rounds whose text got to each depth, of those with a draft token there.
+
+    "" where no depth has FEWEST_ROUNDS.
+    """
+    told = {
+        each.strategy: [count for count in each.by_depth if count.rounds >= FEWEST_ROUNDS]
+        for each in over_all(report)
+    }
+    drafted = [each for each in over_all(report) if told[each.strategy]]
+    if not drafted:
+        return ""
+    deepest = max(counts[-1].depth for counts in told.values() if counts)
     draw = Drawing(WIDTH, HEIGHT, "Draft tokens accepted, by depth below the root", "depth")
     step = SPAN / max(1, deepest - 1)
 
@@ -106,8 +119,9 @@ def depth_chart(report: Report) -> str:
     draw.text(LEFT + SPAN / 2, HEIGHT - 6, "depth below the root", "tick", "middle")
     for figures in drafted:
         kind = colour(report, figures.strategy)
-        draw.path([at(count.depth, count.rate) for count in figures.by_depth], f"curve {kind}")
-        for count in figures.by_depth:
+        counts = told[figures.strategy]
+        draw.path([at(count.depth, count.rate) for count in counts], f"curve {kind}")
+        for count in counts:
             tip = f"{figures.strategy}, depth {count.depth}: {count.accepted} of {count.rounds}"
             draw.dot(*at(count.depth, count.rate), kind, tip)
     return str(draw) + legend([(f.strategy, colour(report, f.strategy)) for f in drafted])

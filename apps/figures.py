@@ -102,9 +102,10 @@ class Figures:
     prefill_ms: from the prompt's arrival to the first forward over its last token; a part of
     ttft_ms. speed_up: decoding rate over that of plain. rounds: verdicts; num_spec_steps: those
     over at least one draft token. committed: tokens of all rounds. rerooting_rounds: rounds that a
-    tree could outlive, rerooting_hits: those whose new root the tree already held. same_text:
-    answers whose tokens are plain's. by_question: `Drafts` by prompt. memory: by unit.
-    energy_mj_per_token: by rail, None without any counter; energy_reason: why.
+    tree could outlive, rerooting_hits: those whose new root the tree already held. compared:
+    answers that plain gave too, same_text: those whose tokens are the same. by_question: `Drafts`
+    by prompt. memory: by unit. energy_mj_per_token: by rail, None without any counter;
+    energy_reason: why.
     """
 
     strategy: str
@@ -112,6 +113,7 @@ class Figures:
     answers: int
     prompt_tokens: int
     tokens: int
+    compared: int
     same_text: int
     ttft_ms: Spread | None
     prefill_ms: Spread | None
@@ -197,6 +199,7 @@ def figures_of(
 ) -> Figures:
     """Of `runs`, beside those of plain decoding on the same prompts."""
     standing = Standing(strategy, tuple(runs), ())
+    compared = _texts(runs, plain)
     records = [record for each in runs for record in each.run.records]
     stats = [each.run.answer.stats for each in runs if each.run.answer is not None]
     speculating = [record for record in records if record.strategy != REFERENCE]
@@ -208,7 +211,8 @@ def figures_of(
         answers=len(runs),
         prompt_tokens=sum(len(each.task.prompt) for each in runs),
         tokens=standing.tokens,
-        same_text=_same_texts(runs, plain),
+        compared=len(compared),
+        same_text=sum(ours == theirs for ours, theirs in compared),
         ttft_ms=standing.ttft_ms,
         prefill_ms=Spread.of(prefills),
         decode_tok_s=Spread.of(list(_rates(runs).values())),
@@ -307,9 +311,13 @@ def _by_question(runs: Iterable[Measured]) -> dict[str, Drafts]:
     return found
 
 
-def _same_texts(runs: Iterable[Measured], plain: Iterable[Measured]) -> int:
+def _texts(
+    runs: Iterable[Measured], plain: Iterable[Measured]
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Tokens of each answer beside those of plain's in the same turn, where there is one."""
     texts = {(each.task.question.id, each.repeat): each.run.tokens for each in plain}
-    return sum(texts.get((each.task.question.id, each.repeat)) == each.run.tokens for each in runs)
+    turns = [(each.run.tokens, (each.task.question.id, each.repeat)) for each in runs]
+    return [(tokens, texts[turn]) for tokens, turn in turns if turn in texts]
 
 
 def _memory(held: Iterable[Mapping[UnitName, UnitMemory]]) -> dict[str, MemoryUse]:

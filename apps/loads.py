@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import ceil
 
 from ondevice.apps.figures import REFERENCE
 from ondevice.apps.race import Spread, Task, rotated
@@ -24,10 +26,11 @@ MOST_SESSIONS = 32
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """One strategy with `sessions` at once, over the rounds of prompts.
+    """One strategy with `sessions` at once, over rounds of as many prompts.
 
     tok_s: of all sessions together, prefill included. ratio: that over plain's of the same round.
-    speculating: share of the forwards that had draft rows. reasons: what the answers said.
+    speculating: share of the forwards that had draft rows. reasons: what the answers said, most
+    often first.
     """
 
     sessions: int
@@ -53,26 +56,42 @@ def read_sessions(text: str) -> tuple[int, ...]:
     return counts
 
 
+LEAST_PROMPTS = 6
+"""Answered at every load: where fewer sessions run at once, they take more rounds."""
+
+
+def rounds_at(sessions: int, loads: Sequence[int]) -> int:
+    """Rounds of `sessions` prompts that are measured, once; every load answers the same prompts."""
+    return ceil(max(LEAST_PROMPTS, *loads) / sessions)
+
+
+def answers_at(sessions: int, loads: Sequence[int], repeats: int) -> int:
+    """Answers of one side at this load."""
+    return rounds_at(sessions, loads) * sessions * repeats
+
+
 def measure_loads(
     sides: Sequence[OurSide],
     tasks: Sequence[Task],
-    sessions: Sequence[int],
+    loads: Sequence[int],
     max_tokens: int,
     repeats: int,
-    on_round: Callable[[], None] = lambda: None,
-) -> list[LoadFigures]:
-    """Every side at every load, `repeats` rounds, sides in turn. Raises what a side raises."""
-    found = []
-    for count in sessions:
-        prompts = [tasks[index % len(tasks)] for index in range(count)]
+    on_answer: Callable[[], None] = lambda: None,
+) -> Iterator[list[LoadFigures]]:
+    """The figures of every side, for one number of sessions after the other; sides in turn.
+
+    Raises what a side raises.
+    """
+    for count in loads:
         rounds: dict[str, list[tuple[float, list[Run]]]] = {side.name: [] for side in sides}
-        for turn in range(repeats):
+        for turn in range(rounds_at(count, loads) * repeats):
+            prompts = [tasks[(turn * count + place) % len(tasks)] for place in range(count)]
             for side in rotated(sides, turn):
                 rounds[side.name].append(at_once(side, prompts, max_tokens))
-                on_round()
+                for _ in prompts:
+                    on_answer()
         plain = [rate for rate, _ in rounds.get(REFERENCE, [])]
-        found += [_figures(count, side.name, rounds[side.name], plain) for side in sides]
-    return found
+        yield [_figures(count, side.name, rounds[side.name], plain) for side in sides]
 
 
 def at_once(side: OurSide, tasks: Sequence[Task], max_tokens: int) -> tuple[float, list[Run]]:
@@ -104,7 +123,7 @@ def _figures(
     runs = [run for _, answers in rounds for run in answers]
     records = [record for run in runs for record in run.records]
     drafted = sum(record.drafted > 0 for record in records)
-    reasons = dict.fromkeys(run.answer.stats.reason for run in runs if run.answer is not None)
+    reasons = Counter(run.answer.stats.reason for run in runs if run.answer is not None)
     return LoadFigures(
         sessions=sessions,
         strategy=strategy,
@@ -112,7 +131,7 @@ def _figures(
         tok_s=Spread.of(rates),
         ratio=Spread.of([rate / base for rate, base in zip(rates, plain, strict=False)]),
         speculating=drafted / len(records) if records else None,
-        reasons=list(reasons),
+        reasons=[reason for reason, _ in reasons.most_common()],
     )
 
 
@@ -123,20 +142,37 @@ def verdicts(loads: Sequence[LoadFigures]) -> list[str]:
         ours = [load for load in loads if load.strategy == strategy and load.ratio is not None]
         if strategy == REFERENCE or not ours:
             continue
-        pays = [load.sessions for load in ours if load.ratio is not None and load.ratio.median > 1]
-        fails = [load.sessions for load in ours if load.sessions not in pays]
+        lines.append(f"{strategy} {_until_when(ours)}: {', '.join(map(_at, ours))}")
         if strategy == "auto":
-            shares = ", ".join(
-                f"{load.speculating:.0%} at {load.sessions}"
+            lines += [
+                f"auto with {_sessions(load.sessions)}, by its own measure: {load.reasons[0]}"
                 for load in ours
-                if load.speculating is not None
-            )
-            lines.append(f"auto speculated in {shares} sessions")
-        elif not fails:
-            lines.append(f"{strategy} paid at every load up to {pays[-1]} sessions")
-        elif not pays:
-            lines.append(f"{strategy} paid at no load")
-        else:
-            stops = min((n for n in fails if n > min(pays)), default=fails[0])
-            lines.append(f"{strategy} stopped paying at {stops} sessions")
+                if load.reasons
+            ]
     return lines
+
+
+def _until_when(ours: Sequence[LoadFigures]) -> str:
+    pays = {load.sessions for load in ours if load.ratio is not None and load.ratio.median > 1}
+    measured = sorted(load.sessions for load in ours)
+    beyond = [count for count in measured if pays and count > max(pays)]
+    if len(pays) == len(measured):
+        return "pays at every load that was measured"
+    if not pays:
+        return "pays at no load that was measured"
+    if beyond:
+        return f"stops paying at {beyond[0]} sessions"
+    fails = ", ".join(str(count) for count in measured if count not in pays)
+    return f"pays with {', '.join(map(str, sorted(pays)))} sessions, not with {fails}"
+
+
+def _at(load: LoadFigures) -> str:
+    assert load.ratio is not None
+    told = f"{load.ratio.median:.2f} times plain with {_sessions(load.sessions)}"
+    if load.strategy != "auto" or load.speculating is None:
+        return told
+    return f"{told} (drafts in {load.speculating:.0%} of its forwards)"
+
+
+def _sessions(count: int) -> str:
+    return f"{count} session{'s' if count != 1 else ''}"

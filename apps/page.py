@@ -15,6 +15,7 @@ from jinja2 import Environment
 from ondevice.apps.benchtable import spread_cell
 from ondevice.apps.charts import (
     BUSY_PARTS,
+    FEWEST_ROUNDS,
     busy_chart,
     busy_shares,
     cost_chart,
@@ -25,7 +26,7 @@ from ondevice.apps.charts import (
 )
 from ondevice.apps.figures import REFERENCE
 from ondevice.apps.loads import verdicts
-from ondevice.apps.profiletable import closing_lines, energy_lines, range_cell
+from ondevice.apps.profiletable import energy_lines, method_lines, range_cell
 from ondevice.apps.race import Measured
 from ondevice.apps.report import Report
 from ondevice.apps.reported import comparison
@@ -85,7 +86,7 @@ def _asset(name: str) -> str:
 def _sections(
     report: Report, measured: Sequence[Measured], drift: Sequence[str]
 ) -> Iterator[Section | None]:
-    yield Section("figures", "Figures", closing_lines(report), tables=[_figures(report)])
+    yield Section("figures", "Figures", method_lines(report), tables=[_figures(report)])
     yield Section(
         "speed",
         "Speed by kind of text",
@@ -113,7 +114,7 @@ def _figures(report: Report) -> Sheet:
             *(each.strategy, each.domain, str(each.answers), spread_cell(each.decode_tok_s, ".1f")),
             "1" if each.strategy == REFERENCE else spread_cell(each.speed_up, ".2f"),
             spread_cell(each.ttft_ms, ".0f"),
-            spread_cell(each.prefill_ms, ".0f"),
+            figure(each.prefill_ms.median if each.prefill_ms else None, ".0f"),
             figure(each.first_choice_rate, ".0%"),
             figure(each.acceptance_rate, ".0%"),
             figure(each.tokens_per_verify, ".2f"),
@@ -160,7 +161,10 @@ def _depths(report: Report) -> Section | None:
     return Section(
         "acceptance",
         "Acceptance by depth",
-        ["Of the rounds that put a draft token at that depth before the verifier."],
+        [
+            "Of the rounds that put a draft token at that depth before the verifier; depths with "
+            f"fewer than {FEWEST_ROUNDS} such rounds are in the table alone."
+        ],
         depth_chart(report),
         [
             Sheet(

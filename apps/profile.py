@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from ondevice.apps.chrometrace import chrome_trace
 from ondevice.apps.counting import counting
 from ondevice.apps.drift import Drift, drift, drift_lines
 from ondevice.apps.failures import INTERRUPTED
-from ondevice.apps.figures import REFERENCE, profile_figures
-from ondevice.apps.loads import LoadFigures, measure_loads, read_sessions
+from ondevice.apps.figures import EVERY, REFERENCE, profile_figures
+from ondevice.apps.loads import LoadFigures, answers_at, measure_loads, read_sessions
 from ondevice.apps.opening import open_engine, placement
 from ondevice.apps.page import page
 from ondevice.apps.profiletable import print_report
@@ -31,8 +32,9 @@ from ondevice.traces import require_file_name, write_lines
 
 DEFAULT_STRATEGIES = ("plain", "auto", "sequential", "pipelined", "weightless")
 QUICK_STRATEGIES = ("plain", "auto", "pipelined", "weightless")
-QUICK_PROMPTS, QUICK_TOKENS, QUICK_SECONDS = 6, 32, 140.0
-"""Of `--quick`, which is to be over in 3 minutes: no turn of all strategies begins later."""
+QUICK_PROMPTS, QUICK_TOKENS, QUICK_SECONDS = 6, 32, 165.0
+"""Of `--quick`, which is to be over in 3 minutes: no turn of all strategies begins that would take
+longer, were it as slow as the slowest before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +105,25 @@ def run(request: Request) -> int:
         report = make_report(engine, request.pair, plan.load, collected, plan.absent | left_out)
         report = report.model_copy(update={"loads": tuple(loads)})
     drifted = drift(plan.old, report) if plan.old is not None else None
-    if request.as_json:
+    # Files first: stdout may be closed or full, and then nothing below it would run.
+    failures = _write(request.outputs, report, collected.measured, drifted)
+    _print(report, drifted, as_json=request.as_json)
+    if failures:
+        raise failures[0]
+    return _status(collected, drifted)
+
+
+def _print(report: Report, drifted: Drift | None, *, as_json: bool) -> None:
+    if as_json:
         content = report.as_json()
         if drifted is not None:
             content["drift"] = drifted.as_json()
         print(json.dumps(content), flush=True)
-    else:
-        console = results()
-        print_report(report, console)
-        for line in drift_lines(drifted) if drifted is not None else []:
-            console.print(line, soft_wrap=not console.is_terminal)
-    _write(request.outputs, report, collected.measured, drifted)
-    return _status(collected, drifted)
+        return
+    console = results()
+    print_report(report, console)
+    for line in drift_lines(drifted) if drifted is not None else []:
+        console.print(line, soft_wrap=not console.is_terminal)
 
 
 def _status(collected: Collected, drifted: Drift | None) -> int:
@@ -149,10 +158,22 @@ def _plan(request: Request) -> Plan:
         max_tokens = min(max_tokens, QUICK_TOKENS)
     load = Load(spread(questions, limit), max_tokens, request.repeats).checked()
     sessions = read_sessions(request.sessions) if request.sessions is not None else ()
-    for path in request.outputs.paths:
-        require_file_name(path)
+    _check_paths(request.outputs.paths, request.prompts)
     old = read_report(request.compare) if request.compare is not None else None
     return Plan(load, strategies, sessions, absent, old)
+
+
+def _check_paths(outputs: Sequence[Path], prompts: Path | None) -> None:
+    """Raises BadRequest for files that cannot be written, or of which one would replace another."""
+    taken = {} if prompts is None else {os.path.realpath(prompts): "the prompts"}
+    for path in outputs:
+        require_file_name(path)
+        place = os.path.realpath(path)
+        if place in taken:
+            raise BadRequest(
+                f"cannot write {path}: it is the file of {taken[place]}; name another file"
+            )
+        taken[place] = "another output"
 
 
 def _questions(request: Request) -> tuple[list[Question], dict[str, str]]:
@@ -164,8 +185,15 @@ def _questions(request: Request) -> tuple[list[Question], dict[str, str]]:
 
 
 def of_domains(questions: Sequence[Question], domains: Sequence[str]) -> list[Question]:
-    """Those of `domains`, all for none. Raises BadRequest for a domain that no prompt is of."""
+    """Those of `domains`, all for none.
+
+    Raises BadRequest for a domain that no prompt is of, and for one that would be confused.
+    """
     known = sorted({question.category for question in questions if question.category})
+    if EVERY in known:
+        raise BadRequest(
+            f"a category is named {EVERY!r}, as all prompts together are here; name it otherwise"
+        )
     for domain in domains:
         if domain not in known:
             have = ", ".join(known) or "none: only .jsonl files name them"
@@ -178,19 +206,24 @@ def collect(
 ) -> Collected:
     """Measure; Ctrl-C, a failure and the deadline leave what is there by then.
 
-    deadline: on `time.monotonic`; the first turn of all sides is measured in any case. Raises what
-    ended it before the first answer.
+    deadline: on `time.monotonic`; no turn of all sides begins that would not be over by then, were
+    it as slow as the slowest so far. The first one is measured in any case. Raises what ended it
+    before the first answer.
     """
     planned = len(sides) * len(tasks) * load.repeats
     measured: list[Measured] = []
+    turn_began, slowest = time.monotonic(), 0.0
     answers = racing(sides, tasks, load.max_tokens, load.repeats)
     try:
         with counting("profile", planned, left=True) as count:
             for each in answers:
                 measured.append(each)
                 count()
-                whole = len(measured) % len(sides) == 0
-                if whole and deadline is not None and time.monotonic() > deadline:
+                if len(measured) % len(sides):
+                    continue
+                ended = time.monotonic()
+                turn_began, slowest = ended, max(slowest, ended - turn_began)
+                if deadline is not None and ended + slowest > deadline:
                     break
     except (KeyboardInterrupt, OnDeviceError) as trouble:
         if not measured:
@@ -204,16 +237,20 @@ def collect(
 def _loads(
     sides: Sequence[OurSide], tasks: Sequence[Task], plan: Plan, collected: Collected
 ) -> tuple[list[LoadFigures], Collected]:
-    """The concurrency profile; ended early, it is left out and the answers so far are kept."""
+    """The concurrency profile; ended early, the loads that were finished are kept."""
     load = plan.load
-    total = len(plan.sessions) * len(sides) * load.repeats
+    found: list[LoadFigures] = []
+    total = sum(answers_at(count, plan.sessions, load.repeats) for count in plan.sessions)
     try:
-        with counting("profile", total, "loads", left=True) as count:
-            found = measure_loads(sides, tasks, plan.sessions, load.max_tokens, load.repeats, count)
+        with counting("profile", len(sides) * total, "answers under load", left=True) as count:
+            for figures in measure_loads(
+                sides, tasks, plan.sessions, load.max_tokens, load.repeats, on_answer=count
+            ):
+                found += figures
     except (KeyboardInterrupt, OnDeviceError) as trouble:
         interrupted = isinstance(trouble, KeyboardInterrupt)
         why = "interrupted in the concurrency profile" if interrupted else str(trouble)
-        return [], Collected(collected.measured, collected.planned, why, trouble)
+        return found, Collected(collected.measured, collected.planned, why, trouble)
     return found, collected
 
 
@@ -241,8 +278,8 @@ def make_report(
 
 def _write(
     outputs: Outputs, report: Report, measured: Sequence[Measured], drifted: Drift | None
-) -> None:
-    """Every file that can be written; then raises the first BadRequest of those that cannot."""
+) -> list[BadRequest]:
+    """Every file that can be written; returns why others cannot."""
 
     def saved() -> str:
         return json.dumps(report.as_json(), indent=1)
@@ -268,5 +305,4 @@ def _write(
             failures.append(error)
         else:
             note(f"{what} {path}")
-    if failures:
-        raise failures[0]
+    return failures

@@ -79,7 +79,7 @@ def _cells(figures: Figures) -> Sequence[str]:
         figure(figures.acceptance_rate, ".0%"),
         figure(figures.tokens_per_verify, ".2f"),
         figure(figures.rerooting_rate, ".0%"),
-        f"{figures.same_text}/{figures.answers}",
+        f"{figures.same_text}/{figures.compared}" if figures.compared else "n/a",
     )
 
 
@@ -158,23 +158,27 @@ def _over_all(report: Report) -> list[Figures]:
 
 
 def closing_lines(report: Report) -> list[str]:
-    """How it was measured, memory, energy, what `auto` said, and what is missing."""
-    each = "answer" if report.repeats == 1 else f"of {report.repeats} answers"
+    """How it was measured, memory, energy, what `auto` said, what is missing, and the loads."""
+    return [*method_lines(report), *energy_lines(report), *verdicts(report.loads)]
+
+
+def method_lines(report: Report) -> list[str]:
+    """How it was measured, what is missing, memory, and what the strategies said of themselves."""
+    each = "its answer" if report.repeats == 1 else f"the median of its {report.repeats} answers"
     lines = [
         f"{report.answers} of {report.planned} answers of up to {report.max_tokens} tokens to "
         f"{report.prompts} prompts, strategies in turn; medians over prompts (quartiles), a prompt "
-        f"counts by its {each}; greedy"
+        f"counts by {each}; greedy"
     ]
     if report.stopped:
         lines.append(f"not all was measured: {report.stopped}; the figures are of what was")
     lines += report.placement
     lines += [f"left out: {name}: {why}" for name, why in report.left_out.items()]
     lines += _memory_lines(report)
-    lines += energy_lines(report)
     for figures in _over_all(report):
         told = [why for why in figures.reasons if not why.endswith(", as set")]
         lines += [f"{figures.strategy}: {why}" for why in told[:2]]
-    return lines + verdicts(report.loads)
+    return lines
 
 
 def _memory_lines(report: Report) -> Iterator[str]:
@@ -196,7 +200,7 @@ def energy_lines(report: Report) -> list[str]:
     for figures in _over_all(report):
         rails = figures.energy_mj_per_token
         if rails:
-            spent = ", ".join(f"{rail} {mj:.1f}" for rail, mj in rails.items())
-            lines.append(f"energy, {figures.strategy}: mJ a token: {spent}")
+            spent = ", ".join(f"{rail} {mj:.1f} mJ" for rail, mj in rails.items())
+            lines.append(f"energy a token, {figures.strategy}: {spent}")
     reasons = dict.fromkeys(f.energy_reason for f in _over_all(report) if f.energy_reason)
     return lines + [f"energy not measured: {reason}" for reason in reasons]

@@ -49,7 +49,7 @@ def read_questions(file: Path) -> list[Question]:
     wrong.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise BadRequest(f"cannot read prompts from {file}: {reason}") from error
@@ -93,8 +93,9 @@ def _from_json_lines(text: str, name: str) -> list[Question]:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the line"
+            wrong = first["msg"].replace(" at line 1 column", " at column")
             raise BadRequest(
-                f"{name}, line {number}: {where}: {first['msg']}; "
+                f"{name}, line {number}: {where}: {wrong}; "
                 'expected {"question_id": ..., "category": ..., "turns": ["the prompt"]}'
             ) from error
         if not read.turns[0].strip():

@@ -21,10 +21,16 @@ def notes() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
 
 
+class _Results(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program with status 1; `apps.failures` knows what it means."""
+        raise
+
+
 def results() -> Console:
     """The console on stdout for tables; where that is no terminal, lines are 120 wide and plain."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=120)
+    console = _Results(highlight=False, markup=False)
+    return console if console.is_terminal else _Results(highlight=False, markup=False, width=120)
 
 
 def note(line: str) -> None:

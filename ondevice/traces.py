@@ -123,6 +123,9 @@ def require_file_name(path: Path) -> None:
     """BadRequest when a file cannot be at `path`, for what is known before a long run."""
     if path.is_dir():
         raise BadRequest(f"cannot write {path}: it is a folder; name a file")
+    if path.exists() and not path.is_file():
+        # A file would take the device's place, where that is allowed.
+        raise BadRequest(f"cannot write {path}: it is no ordinary file; name another one")
     above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     if not above.is_dir():
         raise BadRequest(f"cannot write {path}: {above} is no folder; name another file")
@@ -134,7 +137,9 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write the file whole or not at all. Raises BadRequest where it cannot be written."""
     require_file_name(path)
     try:
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        # A link stays one: what it leads to is replaced.
+        target = Path(os.path.realpath(path))
+        with replacing(target) as temporary, temporary.open("w", encoding="utf-8") as file:
             for line in lines:
                 file.write(line + "\n")
     except CacheUnwritable as error:

@@ -177,14 +177,14 @@ def test_no_figure_is_cut_on_a_terminal(width: int) -> None:
     drafting = Drafting(1000, 3000, 2345)
     base, fast = (
         fabricated("mlx-lm", [[98.7]] * 3),
-        fabricated("mlx-lm speculative", [[1234.4]] * 3),
+        fabricated("mlx-lm speculative", [[1233.6], [1234.0], [1234.4]]),
     )
     runs = [replace(each, run=replace(each.run, drafting=drafting)) for each in fast.runs]
     standings = (base, replace(fast, runs=tuple(runs)))
     shown = rendered(Outcome("pair", 3, 13, 1, standings, {}, ()), width)
     (row,) = (line for line in shown.splitlines() if line.startswith("mlx-lm speculative"))
     assert row.split()[2:] == [
-        *("1234", "(1234-1234)", "12.51", "(12.51-12.51)"),
+        *("1234", "(1234-1234)", "12.50", "(12.50-12.50)"),
         *("2.35", "78%", "0", "3/3"),
     ]
 

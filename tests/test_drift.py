@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,7 +30,8 @@ def figures(domain: str, by_question: dict[str, Drafts]) -> Figures:
     empty = dict.fromkeys(("ttft_ms", "prefill_ms", "decode_tok_s", "speed_up"))
     zeros = dict.fromkeys(
         (
-            *("answers", "prompt_tokens", "tokens", "same_text", "rounds", "committed"),
+            *("answers", "prompt_tokens", "tokens", "compared", "same_text", "rounds"),
+            *("committed",),
             *("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
             *("rerooting_rounds", "rerooting_hits"),
         ),
@@ -83,7 +85,7 @@ def test_a_repeat_is_quiet_and_a_worse_drafter_is_not() -> None:
     assert "distil it again" in drift_lines(found)[-1]
     better = drift(worse, good)
     assert not better.fell
-    assert any(change.rose for change in better.changes)
+    assert any(change.higher for change in better.changes)
 
 
 def test_false_alarms_are_as_rare_as_promised() -> None:
@@ -109,6 +111,41 @@ def test_prompts_are_paired_only_with_themselves() -> None:
     assert not apart.fell
 
 
+def test_of_a_profile_that_was_cut_short_the_prompts_that_both_have_are_compared() -> None:
+    whole = drawn(0.7, 1)
+    part = {name: whole[name] for name in list(whole)[:7]}
+    (change, *_) = drift(report({"x": whole}), report({"x": part})).changes
+    assert (change.prompts, change.paired) == (7, True)
+    assert (change.then, change.low, change.high) == (change.now, 0, 0)
+
+
+def test_trees_of_other_sizes_are_no_worse_drafter() -> None:
+    """Twice the rows for the same accepted tokens, as when the verifier has become cheaper."""
+    then = drawn(0.7, 1)
+    wider = {name: replace(each, drafted=2 * each.drafted) for name, each in then.items()}
+    found = drift(report({"x": then}), report({"x": wider}))
+    (right, accepted, *_) = found.changes
+    assert (right.lower, accepted.lower) == (False, True)
+    assert not found.fell
+    assert "lower, as trees of other sizes may be" in "".join(drift_lines(found))
+
+
+def test_auto_is_not_asked_where_another_strategy_drafts() -> None:
+    """It drafts where that pays at the moment, and there the drafter is better."""
+
+    def both(auto: float) -> Report:
+        every = replace(figures(EVERY, drawn(auto, 1)), strategy="auto")
+        made = report({"x": drawn(0.6, 2)})
+        return made.model_copy(update={"figures": [*made.figures, every]})
+
+    assert not drift(both(0.9), both(0.3)).fell
+    alone = [
+        each.model_copy(update={"figures": [f for f in each.figures if f.strategy == "auto"]})
+        for each in (both(0.9), both(0.3))
+    ]
+    assert drift(*alone).fell
+
+
 def test_one_prompt_counts_its_tokens() -> None:
     one = {"0": Drafts(100, 80, 100, 80)}
     (change, _, *_) = drift(report({"x": one}), report({"x": one})).changes
@@ -130,6 +167,14 @@ def test_profiles_without_drafts_have_nothing_to_compare() -> None:
     assert drift(none, none).changes == ()
     assert "nothing to compare" in drift_lines(drift(none, none))[-1]
     assert profile_figures([]) == []
+
+
+def test_no_more_is_promised_than_so_many_prompts_can_tell() -> None:
+    many = drift(report({"x": drawn(0.7, 1, 40)}), report({"x": drawn(0.7, 2, 40)}))
+    assert re.search(r"as good as it was; .* less than \d points", drift_lines(many)[-1])
+    two = report({"x": {"0": Drafts(60, 20, 60, 20), "1": Drafts(60, 30, 60, 30)}})
+    now_ = report({"x": {"0": Drafts(60, 16, 60, 16), "1": Drafts(60, 34, 60, 34)}})
+    assert drift_lines(drift(two, now_))[-1].startswith("so few prompts cannot tell")
 
 
 def test_counts_and_not_only_rates_are_told() -> None:

@@ -146,7 +146,7 @@ def test_domains_are_apart_and_all_of_them_together() -> None:
     whole, code, chat = found[3:]
     assert whole.tokens == code.tokens + chat.tokens
     assert whole.busy.wall_ms == pytest.approx(code.busy.wall_ms + chat.busy.wall_ms)
-    assert whole.same_text == 3
+    assert whole.compared == whole.same_text == 3
     unnamed = answered("plain", Schedule("plain"), 4, Question("1", "", "x"))
     assert [each.domain for each in profile_figures([unnamed])] == [EVERY]
     assert UNNAMED not in by_name([unnamed])
@@ -162,7 +162,7 @@ def test_speed_ups_are_paired_and_an_interrupted_turn_has_none() -> None:
     ours = by_name(measured)["sequential"]
     alone = by_name(measured[:2])["sequential"]
     assert ours.speed_up == alone.speed_up
-    assert ours.answers == 2
+    assert (ours.answers, ours.compared, ours.same_text) == (2, 1, 1)
 
 
 def test_energy_is_a_token_s_and_a_dead_rail_is_left_out() -> None:

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commandline import Run, assert_one_line, runner
-from faulty import open_tiny
 from profiling import PROMPTS, TOKENS, open_given
 from rich.console import Console
 
 from ondevice.apps import profile as profile_command
-from ondevice.apps.bench import Load, make_tasks
-from ondevice.apps.failures import INTERRUPTED
 from ondevice.apps.figures import EVERY
-from ondevice.apps.loads import LoadFigures, read_sessions, verdicts
-from ondevice.apps.profile import collect
 from ondevice.apps.profiletable import print_report
 from ondevice.apps.published import published_questions
-from ondevice.apps.questions import own_questions
-from ondevice.apps.race import Spread
 from ondevice.apps.report import Report, json_schema, read_report
-from ondevice.apps.sides import OurSide, our_sides
 from ondevice.costs import StepCosts
-from ondevice.engine import Engine
-from ondevice.errors import BadRequest, UnitFailed
 
 DOMAINS = ["code", "summary", "chat", "translation", "maths", "extraction"]
 
@@ -128,81 +117,6 @@ def test_published_sets_are_read_where_they_are(
     assert (question.id, question.category) == ("spec_bench-81", "maths")
 
 
-# What is finished is kept
-
-
-class Interrupting:
-    """A side whose answer number `at` is interrupted, or fails."""
-
-    def __init__(self, side: OurSide, at: int, error: BaseException) -> None:
-        self.name, self._side, self._left, self._error = side.name, side, at, error
-
-    def answer(self, prompt: tuple[int, ...], max_tokens: int) -> object:
-        self._left -= 1
-        if self._left < 0:
-            raise self._error
-        return self._side.answer(prompt, max_tokens)
-
-
-def interrupted(
-    monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException
-) -> Callable[..., None]:
-    """The last side of every profile is `Interrupting` from now on."""
-
-    def sides(engine: Engine, strategies: list[str]) -> tuple[list[object], dict[str, str]]:
-        made, left_out = our_sides(engine, strategies)  # type: ignore[arg-type]
-        return [*made[:-1], Interrupting(made[-1], at, error)], left_out
-
-    monkeypatch.setattr(profile_command, "our_sides", sides)
-    return lambda: None
-
-
-def test_ctrl_c_shows_and_writes_the_finished_part(
-    run: Run, speculating: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(monkeypatch, 3, KeyboardInterrupt())  # after the warm-up and two answers
-    saved = tmp_path / "saved.json"
-    status, out, _ = run(
-        *("profile", speculating, "--limit", 4, "--max-tokens", 6, "--save", saved),
-        *("--strategy", "pipelined"),
-    )
-    assert status == INTERRUPTED
-    assert "not all was measured: interrupted" in out
-    report = read_report(saved)
-    assert (report.planned, report.stopped) == (8, "interrupted")
-    assert 4 <= report.answers <= 5
-
-
-def test_a_failure_shows_the_finished_part_and_is_told(
-    run: Run, speculating: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(monkeypatch, 2, UnitFailed("the verifier failed: no memory"))
-    status, out, err = run(
-        *("profile", speculating, "--limit", 2, "--max-tokens", 6, "--strategy", "auto")
-    )
-    assert status == 1
-    assert "not all was measured: the verifier failed: no memory" in out
-    assert err.splitlines()[-1] == "ondevice: the verifier failed: no memory"
-
-
-def test_ctrl_c_before_the_first_answer_is_just_that(
-    run: Run, speculating: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(monkeypatch, 0, KeyboardInterrupt())
-    status, out, _ = run("profile", speculating, "--limit", 1, "--max-tokens", 6)
-    assert (status, out) == (INTERRUPTED, "")
-
-
-def test_after_the_deadline_no_turn_begins_and_the_first_is_whole(tiny_pair: Path) -> None:
-    load = Load(own_questions()[:3], 4)
-    with open_tiny(tiny_pair) as engine:
-        sides, _ = our_sides(engine, ["plain", "auto"])
-        collected = collect(sides, make_tasks(engine, load), load, deadline=0.0)
-    assert [each.side for each in collected.measured] == ["plain", "auto"]
-    assert (collected.planned, collected.stopped) == (6, "the time of --quick was over")
-    assert collected.trouble is None
-
-
 # Mistakes
 
 
@@ -235,27 +149,6 @@ def test_mistakes_are_one_line_before_anything_is_opened(
     assert_one_line(run("profile", tiny_pair, "--prompts", long), 2, "prompt 1", "context of 4096")
 
 
-def test_an_output_that_cannot_be_written_costs_nothing_else(
-    run: Run, speculating: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder of the page vanishes behind a file while the answers are measured."""
-    blocked, saved = tmp_path / "pages", tmp_path / "saved.json"
-
-    def sides(*arguments: object) -> object:
-        blocked.write_text("")
-        return our_sides(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(profile_command, "our_sides", sides)
-    status, out, err = run(
-        *("profile", speculating, "--limit", 1, "--max-tokens", 4, "--strategy", "plain"),
-        *("--html", blocked / "page.html", "--save", saved),
-    )
-    assert status == 2
-    assert "tok/s" in out
-    assert read_report(saved).answers == 1
-    assert "page.html" in err.splitlines()[-1]
-
-
 # Saved profiles
 
 
@@ -286,49 +179,3 @@ def test_a_drafter_made_worse_is_flagged_and_a_repeat_is_not(
     assert ("FELL" in out) == ("distil it again" in out) == (a == 0.5)
     assert "no change beyond noise" in out or a == 0.5
     assert "the same prompts" in out
-
-
-# Several sessions
-
-
-@pytest.mark.parametrize("text", ["", "0", "33", "1,,2", "a"])
-def test_numbers_of_sessions_are_checked(text: str) -> None:
-    with pytest.raises(BadRequest, match="--concurrency"):
-        read_sessions(text)
-    assert read_sessions("1,4,2,4") == (1, 4, 2)
-
-
-def test_several_sessions_are_measured_and_told(run: Run, speculating: Path) -> None:
-    status, out, _ = run(
-        *("profile", speculating, "--limit", 1, "--max-tokens", 8, "--strategy", "sequential"),
-        *("--strategy", "auto", "--concurrency", "1,3", "--json"),
-    )
-    assert status == 0
-    loads = json.loads(out)["loads"]
-    assert [(load["sessions"], load["strategy"]) for load in loads] == [
-        (count, strategy) for count in (1, 3) for strategy in ("plain", "sequential", "auto")
-    ]
-    assert all(load["tok_s"]["median"] > 0 for load in loads)
-    assert loads[0]["ratio"]["median"] == 1
-    assert loads[1]["speculating"] > 0
-
-
-def a_load(sessions: int, strategy: str, ratio: float, speculating: float) -> LoadFigures:
-    spread = Spread(ratio, ratio, ratio)
-    return LoadFigures(sessions, strategy, 1, spread, spread, speculating, [])
-
-
-def test_the_load_at_which_speculation_stops_paying_is_named() -> None:
-    loads = [
-        *(a_load(n, "plain", 1.0, 0.0) for n in (1, 2, 4)),
-        *(a_load(n, "pipelined", r, 1.0) for n, r in ((1, 1.8), (2, 1.2), (4, 0.8))),
-        *(a_load(n, "sequential", 1.1, 1.0) for n in (1, 2, 4)),
-        *(a_load(n, "lookup", 0.9, 1.0) for n in (1, 2, 4)),
-        *(a_load(n, "auto", 1.0, s) for n, s in ((1, 1.0), (2, 0.5), (4, 0.0))),
-    ]
-    assert verdicts(loads) == [
-        "pipelined stopped paying at 4 sessions",
-        "sequential paid at every load up to 4 sessions",
-        "lookup paid at no load",
-        "auto speculated in 100% at 1, 50% at 2, 0% at 4 sessions",
-    ]
