@@ -32,14 +32,14 @@ def _lut_to_dense(stored: Stored) -> Array:
         return result
     indices = stored["indices"]
     blocks, palette, vector = lut.shape[:-2], lut.shape[-2], lut.shape[-1]
-    table = lut.reshape(-1, vector)
+    table = lut.reshape(-1) if vector == 1 else lut.reshape(-1, vector)
     split = [n for size, b in zip(indices.shape, blocks, strict=True) for n in (b, size // b)]
     base: Array = np.arange(math.prod(blocks), dtype=np.int32) * palette
     starts = base.reshape([n for b in blocks for n in (b, 1)])
     picks: Array = (indices.reshape(split) + starts).reshape(indices.shape)
     dense: Array = table[picks]
     if vector == 1:
-        return dense[..., 0]
+        return dense
     axis = int(stored["vector_axis"].item()) % indices.ndim
     shape = tuple(n * vector if i == axis else n for i, n in enumerate(indices.shape))
     return np.moveaxis(dense, -1, axis + 1).reshape(shape)
