@@ -158,6 +158,8 @@ def test_weights_that_coremltools_palettised_open_and_run(tmp_path: Path) -> Non
     np.testing.assert_allclose(found, x @ weight.T, atol=1e-4)
 
 
+# coremltools' own torch modules have invalid escapes, and torch calls its tracer deprecated.
+@pytest.mark.filterwarnings("ignore")
 def test_a_traced_torch_module_gives_what_torch_gives(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import coremltools as ct
@@ -176,10 +178,11 @@ def test_a_traced_torch_module_gives_what_torch_gives(tmp_path: Path) -> None:
             x = x + self.mix(x, x, x, need_weights=False)[0]
             return self.out(self.conv(x.transpose(1, 2)).transpose(1, 2))
 
+    # Torch's own check of a trace runs without gradients, where attention takes another path.
     torch.manual_seed(0)
     module, tokens = Small().eval(), torch.randint(0, 32, (1, 9))
     model = ct.convert(
-        torch.jit.trace(module, tokens),
+        torch.jit.trace(module, tokens, check_trace=False),
         inputs=[ct.TensorType(name="tokens", shape=(1, 9), dtype=np.int32)],
         minimum_deployment_target=ct.target.iOS18,
         compute_precision=ct.precision.FLOAT32,

@@ -89,31 +89,39 @@ def unpack(packed: Array, dtype: str, shape: tuple[int, ...]) -> Array:
     return values.reshape(shape)
 
 
+_GROUPS_AT_ONCE = 16384  # of fields that end on a byte together: what a cache holds
+
+
 def _fields(packed: Array, bits: int, count: int) -> Array:
     """`count` unsigned fields of 1 to 7 bits, least bit first: a shift and a mask for each place.
 
-    3 ns a field of 6 bits, where `np.unpackbits` takes 25.
+    3.5 ns a field of 6 bits; by way of single bits (`np.unpackbits`) it takes 25.
     """
     places = 8 // math.gcd(8, bits)
     width = places * bits // 8
     groups = -(-count // places)
     if len(packed) * 8 < count * bits:
         raise ValueError(f"{len(packed)} bytes for {count} elements of {bits} bits")
-    taken = np.zeros((groups, width + 1), np.uint8)  # a field may end in the byte after
-    whole = min(len(packed) // width, groups)
-    taken[:whole, :width] = packed[: whole * width].reshape(whole, width)
-    if whole < groups:
-        rest = packed[whole * width : groups * width]
-        taken[whole, : len(rest)] = rest
     values = np.empty((groups, places), np.uint8)
+    for first in range(0, groups, _GROUPS_AT_ONCE):
+        block = values[first : first + _GROUPS_AT_ONCE]
+        taken = packed[first * width : (first + len(block)) * width]
+        missing = len(block) * width - len(taken)
+        if missing:
+            taken = np.pad(taken, (0, missing))
+        _split(taken.reshape(-1, width), bits, block)
+    return values.reshape(-1)[:count]
+
+
+def _split(taken: Array, bits: int, values: Array) -> None:
+    """Fields of whole groups, (groups, bytes) uint8, into `values` (groups, places)."""
     mask = np.uint8(2**bits - 1)
-    for place in range(places):
+    for place in range(values.shape[1]):
         byte, shift = divmod(place * bits, 8)
         field = taken[:, byte] >> np.uint8(shift)
         if shift + bits > 8:
             field |= taken[:, byte + 1] << np.uint8(8 - shift)
         np.bitwise_and(field, mask, out=values[:, place])
-    return values.reshape(-1)[:count]
 
 
 class BlobFile:
