@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> None:
     name = default_pair()
     folder = prepare_pair(name) / VERIFIER_FOLDER
     checkpoint = open_checkpoint(folder)
-    trained = known_pair(name).trained_path
+    trained = known_pair(name).drafter.trained_path
     assert trained is not None
     network = Network.trained(checkpoint, read_trained(trained))
     if given.text:

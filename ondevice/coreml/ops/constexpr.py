@@ -50,9 +50,7 @@ def _lut_to_dense(stored: Stored) -> Array:
 def _rows_looked_up(indices: Array, palettes: Array) -> Array:
     """Groups of consecutive rows, each with a palette: one group at a time stays in the cache."""
     dense = np.empty((len(palettes), indices.size // len(palettes)), palettes.dtype)
-    for row, group, palette in zip(
-        dense, indices.reshape(dense.shape), palettes, strict=True
-    ):
+    for row, group, palette in zip(dense, indices.reshape(dense.shape), palettes, strict=True):
         palette.take(group, out=row, mode="clip")
     return dense.reshape(indices.shape)
 
