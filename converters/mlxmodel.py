@@ -143,8 +143,10 @@ def _narrow(value: Single) -> mx.array:
 
     array = mx.array(value)
     for dtype in (mx.float16, mx.bfloat16) if value.ndim > 1 else ():
-        if mx.array_equal(array.astype(dtype).astype(mx.float32), array).item():
-            return array.astype(dtype)
+        narrow = array.astype(dtype)
+        if mx.array_equal(narrow.astype(mx.float32), array).item():
+            mx.eval(narrow)  # or it would hold on to the wide one until it is used
+            return narrow
     return array
 
 
