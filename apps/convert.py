@@ -101,11 +101,13 @@ def _finish(plan: Plan, output: Output, reporter: Reporter) -> None:
 
 
 def _print(console: Console, plan: Plan, output: Output) -> None:
-    verb = "would be written to" if output.dry_run else "written to"
     for title, facts in plan.sections():
-        print_rows(console, f"{title}, {verb} {output.folder}", [*facts.items()])
-    needed = plan.disk_bytes
-    console.print(f"{megabytes(needed)} of disk{'' if output.dry_run else ' at most'}")
+        print_rows(console, title, [*facts.items()])
+    needed = megabytes(plan.disk_bytes)
+    if output.dry_run:
+        console.print(f"would be written to {output.folder}, {needed} of disk")
+    else:
+        console.print(f"written to {output.folder}, at most {needed} of disk")
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:

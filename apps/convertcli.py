@@ -15,7 +15,7 @@ converting = typer.Typer(
     "SOURCE is a folder in Hugging Face format, a folder of mlx-community, a .gguf file, or a "
     "model's id on the hub (OWNER/NAME, OWNER/NAME/FILE.gguf, either with @REVISION).",
     rich_markup_mode=None,
-    no_args_is_help=True,
+    invoke_without_command=True,
 )
 
 SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help="Where the model is.")]
@@ -61,6 +61,13 @@ CorpusOption = Annotated[
 ]
 
 
+@converting.callback()
+def convert(context: typer.Context) -> None:
+    """Without a command: the help."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 @converting.command()
 def drafter(
     source: SourceArgument,
@@ -99,7 +106,10 @@ def verifier(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make an MLX verifier of SOURCE: any family that mlx-lm runs, quantised or not."""
+    """Make an MLX verifier of SOURCE.
+
+    Any family that mlx-lm runs, quantised or not.
+    """
     with reported(debug):
         from ondevice.apps import convert as command
 
@@ -125,7 +135,10 @@ def pair(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make a verifier and a drafter for it; `ondevice chat DIR` then runs the pair."""
+    """Make a verifier and a drafter for it.
+
+    `ondevice chat DIR` then runs the pair.
+    """
     with reported(debug):
         from ondevice.apps import convert as command
 

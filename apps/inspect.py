@@ -115,8 +115,9 @@ def _agreement(share: float | None) -> str:
 def _memory(memory: Mapping[str, Any] | None) -> list[Row]:
     if memory is None:
         return []
-    weights, cache, token = (megabytes(memory[key]) for key in _MEMORY)
-    return [("memory", f"weights {weights}, cache {cache} ({token} a token)")]
+    weights, cache, token = (memory[key] for key in _MEMORY)
+    held = f"weights {megabytes(weights)}, cache {megabytes(cache)} ({token / 1e3:.1f} kB a token)"
+    return [("memory", held)]
 
 
 _MEMORY = ("weights", "cache", "cache_per_token")

@@ -24,9 +24,14 @@ _BITS: Mapping[str, int] = MappingProxyType({"lut6": 6, "lut4": 4})
 
 GROUP_ROWS = 16
 """Output channels that share a palette; Apple's guide names 8 to 16 (opt-overview). Palettes of 64
-halves for 16 rows of 1,024 weights add 1 % to their 6 bits."""
+halves for 16 rows of 1,024 weights add 1 % to their 6 bits.
 
-_ITERATIONS, _MOVES, _ITERATIONS_AFTER_MOVE = 40, 12, 6
+Fewer rows help little: first choices of the default drafter equal to those of half precision, along
+795 tokens of its verifier's text, with 16, 8, 4, 2 rows: 96.5, 96.0, 96.4, 97.4 % (6.1 to 6.8 bits;
+int8: 97.9 % of 8.0). Nor did rows scaled to one norm (94.6 % where this has 96.6), nor errors
+compensated by GPTQ (Frantar et al. 2023) on 3,475 tokens of our prompts (96.5 %)."""
+
+_ITERATIONS, _MOVES, _ITERATIONS_AFTER_MOVE = 8, 12, 6
 _INTERVALS = 8  # of the density's estimate, for each entry of a palette
 
 
@@ -106,21 +111,24 @@ def palette_of(values: Half, size: int) -> tuple[Half, npt.NDArray[np.uint8]]:
     where the best quantiser of many levels has its levels (Panter and Dite 1951), then unions and
     cuts: within some percent of the least error there is.
     """
-    bits = values.view(np.uint16)
-    counts = np.bincount(bits, minlength=65536)
-    found = np.flatnonzero(counts)
-    levels = found.astype(np.uint16).view(np.float16)
-    order = np.argsort(levels, kind="stable")
-    levels, weights = levels[order], counts[found[order]].astype(np.float64)
-    index_of = np.zeros(65536, np.uint8)
+    # Halves in the order of their values are these numbers in the order of theirs.
+    signs = values.view(np.int16) >> 15
+    places = values.view(np.uint16) ^ (signs.view(np.uint16) | np.uint16(0x8000))
+    counts = np.bincount(places, minlength=65536)
+    found = np.flatnonzero(counts).astype(np.uint16)
+    flips = np.where(found < 0x8000, np.uint16(0xFFFF), np.uint16(0x8000))
+    levels = (found ^ flips).view(np.float16)
     if len(levels) <= size:
-        palette = levels
-        index_of[found[order]] = np.arange(len(levels))
+        palette, chosen = levels, np.arange(len(levels))
     else:
-        palette = _best_palette(levels.astype(np.float64), weights, size)
+        wide = levels.astype(np.float64)
+        palette = _best_palette(wide, counts[found].astype(np.float64), size)
         middles = (palette[1:].astype(np.float64) + palette[:-1]) / 2
-        index_of[found[order]] = np.searchsorted(middles, levels.astype(np.float64))
-    return palette, index_of[bits]
+        cuts = np.concatenate([[0], wide.searchsorted(middles, side="right"), [len(wide)]])
+        chosen = np.repeat(np.arange(len(palette)), np.diff(cuts))
+    index_of = np.zeros(65536, np.uint8)
+    index_of[found] = chosen
+    return palette, index_of[places]
 
 
 class _Histogram:
@@ -147,9 +155,12 @@ class _Histogram:
         """Cuts after Lloyd's iterations from `centres`: never an empty run between two."""
         cuts = np.zeros(0, np.int64)
         for _ in range(iterations):
-            inner = np.searchsorted(self.levels, (centres[1:] + centres[:-1]) / 2)
-            new = np.unique(np.concatenate([[0], inner, [len(self.levels)]]))
-            if np.array_equal(new, cuts):
+            new = np.empty(len(centres) + 1, np.int64)
+            new[0], new[-1] = 0, len(self.levels)
+            new[1:-1] = self.levels.searchsorted((centres[1:] + centres[:-1]) / 2)
+            if not (new[1:] > new[:-1]).all():
+                new = np.unique(new)
+            if len(new) == len(cuts) and (new == cuts).all():
                 break
             cuts, centres = new, self.centres(new)
         return cuts

@@ -42,6 +42,8 @@ MIN_AGREEMENT_FP16 = 0.9
 LARGE_WEIGHTS = 500_000_000
 """Weights of a package from which on the emulator unpacks each at every use: 2 GB in float32."""
 
+_SINGLE_STEPS, _SINGLE_STEPS_LARGE = 6, 2  # of one row; each unpacks a large package's weights
+
 _TOP = 8
 
 
@@ -62,8 +64,10 @@ def check_parity(
     embedding = embedding[: config.vocab_size]
     row_counts = sorted({function.rows for function in functions})
     contexts = sorted({function.context for function in functions})
-    tree = TokenTree.random(config.vocab_size, _step_sizes(row_counts, contexts[0]), seed=0)
     keep = _weight_count(package) < LARGE_WEIGHTS
+    single = _SINGLE_STEPS if keep else _SINGLE_STEPS_LARGE
+    steps = _step_sizes(row_counts, contexts[0], single)
+    tree = TokenTree.random(config.vocab_size, steps, seed=0)
 
     def logits_of(precision: str) -> Single:
         runtime = Emulator(package, "fp32" if precision == "fp32" else "fp16", keep)
@@ -154,12 +158,12 @@ def _weight_count(package: Package) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _step_sizes(row_counts: Sequence[int], context: int) -> list[int]:
-    """A full and a partly filled step of each row count, a few of one row; at most `context`."""
+def _step_sizes(row_counts: Sequence[int], context: int, single: int) -> list[int]:
+    """A full and a partly filled step of each row count, `single` of one row; at most `context`."""
     sizes = []
     for rows in sorted(row_counts, reverse=True):
         full = min(rows, 12)
-        sizes += [full, full - 2] if full > 2 else [full] * 6
+        sizes += [full, full - 2] if full > 2 else [full] * single
     while sum(sizes) > context:
         sizes.remove(max(sizes))
     return sizes

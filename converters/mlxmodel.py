@@ -139,13 +139,21 @@ def _wide(value: Single) -> mx.array:
 
 
 def _narrow(value: Single) -> mx.array:
+    """In 16 bits where they have a matrix's values; a wide copy of a large one would show."""
     import mlx.core as mx
 
-    array = mx.array(value)
-    for dtype in (mx.float16, mx.bfloat16) if value.ndim > 1 else ():
-        if mx.array_equal(array.astype(dtype).astype(mx.float32), array).item():
-            return array.astype(dtype)
-    return array
+    if value.ndim < 2:
+        return mx.array(value)
+    wide = np.ascontiguousarray(value)
+    with np.errstate(over="ignore"):
+        half = wide.astype(np.float16)
+    if all(map(np.array_equal, half, wide)):
+        return mx.array(half)
+    del half
+    low, high = (wide.view(np.uint16)[..., place::2] for place in (0, 1))  # of a little-endian word
+    if not any(map(np.any, low)):
+        return mx.array(np.ascontiguousarray(high)).view(mx.bfloat16)
+    return mx.array(value)
 
 
 def _fused(

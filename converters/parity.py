@@ -179,9 +179,10 @@ def stored_model(
     """
     read = StoredWeights(next(iter(package.functions.values())))
     stored = stored_tensors(read, config)
-    rows = ("model.embed_tokens.weight", embedding.astype(np.float32))
+    # Made when it is asked for, so that nothing keeps it.
+    rows = (("model.embed_tokens.weight", table.astype(np.float32)) for table in [embedding])
     untied = replace(config, tied_embeddings=False)
-    model = mlx_model(untied, itertools.chain([rows], stored), narrow)
+    model = mlx_model(untied, itertools.chain(rows, stored), narrow)
     _round_epsilons(model, config)
     return model
 

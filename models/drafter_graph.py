@@ -145,6 +145,9 @@ def stored_tensors(
     def matrix(name: str) -> Half:
         return constant(name)[:, :, 0, 0].astype(np.float16)
 
+    # The head first, which is the largest: who keeps them in 16 bits has nothing else by then.
+    parts = range(len(head_partition(config.vocab_size)))
+    yield from unfolded_ends([matrix(f"logits_{part}_weight") for part in parts], config).items()
     for index in range(config.num_layers):
         names = {name: f"layer{index}_{_constant_name(name)}" for name in MATRICES}
         vectors = {
@@ -153,9 +156,6 @@ def stored_tensors(
         }
         layer = LayerWeights(**{name: matrix(at) for name, at in names.items()}, vectors=vectors)
         yield from unfolded_layer(layer, index, config).items()
-    parts = range(len(head_partition(config.vocab_size)))
-    head = [matrix(f"logits_{part}_weight") for part in parts]
-    yield from unfolded_ends(head, config).items()
 
 
 def _constant_name(name: str) -> str:

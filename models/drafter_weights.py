@@ -246,8 +246,8 @@ def unfolded(weights: DrafterWeights, config: ModelConfig) -> dict[str, Single]:
 
 def unfolded_ends(head: Sequence[Half], config: ModelConfig) -> dict[str, Single]:
     """As `unfolded`: the final norm and the head, from the weights of its parts."""
-    rows = np.concatenate(head)[: config.vocab_size]
-    return {"model.norm.weight": _unit(config), "lm_head.weight": rows.astype(np.float32)}
+    rows = np.concatenate(head, dtype=np.float32, casting="safe")[: config.vocab_size]
+    return {"model.norm.weight": _unit(config), "lm_head.weight": rows}
 
 
 def _unit(config: ModelConfig) -> Single:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ondevice.coreml.emulator import Emulator
+from ondevice.errors import UnitFailed
 
 TESTS = "coremltools.converters.mil.mil.ops.tests"
 
@@ -102,6 +103,64 @@ def test_integers_are_quantised_and_widened_as_their_definition_says(
     np.testing.assert_allclose(found, np.clip(np.rint(x / step), -128, 127) * step, atol=1e-5)
 
 
+@pytest.mark.parametrize("place", [-1, 2])
+def test_indices_outside_are_refused_where_the_op_asks_for_it(place: int, tmp_path: Path) -> None:
+    import coremltools as ct
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+
+    specs = [mb.TensorSpec(shape=(2, 3)), mb.TensorSpec(shape=(1,), dtype=types.int32)]
+    specs.append(mb.TensorSpec(shape=(1, 3)))
+
+    @mb.program(input_specs=specs, opset_version=ct.target.iOS17)
+    def program(data, indices, updates):
+        return mb.scatter(data=data, indices=indices, updates=updates, validate_indices=True)
+
+    ct.convert(
+        program,
+        minimum_deployment_target=ct.target.iOS17,
+        compute_precision=ct.precision.FLOAT32,
+        skip_model_load=True,
+    ).save(str(tmp_path / "s.mlpackage"))
+    emulator = Emulator.open(tmp_path / "s.mlpackage")
+    inputs = {"data": np.zeros((2, 3), np.float32), "updates": np.ones((1, 3), np.float32)}
+    (found,) = emulator.predict("main", inputs | {"indices": np.int32([1])}).values()
+    np.testing.assert_array_equal(found, [[0, 0, 0], [1, 1, 1]])
+    with pytest.raises(UnitFailed, match="expected indices from 0 to 1, got"):
+        emulator.predict("main", inputs | {"indices": np.int32([place])})
+
+
+@pytest.mark.parametrize("integers_first", [False, True])
+def test_a_product_of_floats_and_integers_has_the_type_that_is_declared(
+    integers_first: bool, tmp_path: Path
+) -> None:
+    import coremltools as ct
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+
+    weight = np.arange(8).reshape(2, 4).astype(np.float32 if integers_first else np.int32)
+    given = types.int32 if integers_first else types.fp32
+
+    @mb.program(
+        input_specs=[mb.TensorSpec(shape=(3, 2), dtype=given)], opset_version=ct.target.iOS17
+    )
+    def program(x):
+        return mb.matmul(x=x, y=weight)
+
+    ct.convert(
+        program,
+        minimum_deployment_target=ct.target.iOS17,
+        compute_precision=ct.precision.FLOAT32,
+        skip_model_load=True,
+        pass_pipeline=ct.PassPipeline.EMPTY,
+    ).save(str(tmp_path / "m.mlpackage"))
+    emulator = Emulator.open(tmp_path / "m.mlpackage")
+    x = np.arange(6).reshape(3, 2).astype(np.int32 if integers_first else np.float32)
+    (found,) = emulator.predict("main", {"x": x}).values()
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(found, x @ weight)
+
+
 def test_functions_that_save_multifunction_merged_open_and_run(tmp_path: Path) -> None:
     import coremltools as ct
     from coremltools.converters.mil import Builder as mb
@@ -158,6 +217,8 @@ def test_weights_that_coremltools_palettised_open_and_run(tmp_path: Path) -> Non
     np.testing.assert_allclose(found, x @ weight.T, atol=1e-4)
 
 
+# coremltools' own torch modules have invalid escapes, and torch calls its tracer deprecated.
+@pytest.mark.filterwarnings("ignore")
 def test_a_traced_torch_module_gives_what_torch_gives(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import coremltools as ct
@@ -167,13 +228,16 @@ def test_a_traced_torch_module_gives_what_torch_gives(tmp_path: Path) -> None:
             super().__init__()
             self.rows = torch.nn.Embedding(32, 16)
             self.norm = torch.nn.LayerNorm(16)
-            self.mix = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+            self.mix = torch.nn.Linear(16, 48)
             self.conv = torch.nn.Conv1d(16, 16, 3, padding=1)
             self.out = torch.nn.Linear(16, 8)
 
         def forward(self, tokens):
             x = self.norm(self.rows(tokens))
-            x = x + self.mix(x, x, x, need_weights=False)[0]
+            heads = self.mix(x).reshape(1, 9, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            query, key, value = heads[0], heads[1], heads[2]
+            weights = torch.softmax(query @ key.transpose(2, 3) * 8**-0.5, dim=-1)
+            x = x + (weights @ value).transpose(1, 2).reshape(1, 9, 16)
             return self.out(self.conv(x.transpose(1, 2)).transpose(1, 2))
 
     torch.manual_seed(0)

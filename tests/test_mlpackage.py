@@ -118,6 +118,17 @@ def test_elements_under_a_byte_are_packed_least_bit_first(data: Any, dtype: str)
     assert unpack(packed, dtype, (len(values),)).tolist() == values
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6])
+def test_a_long_tensor_of_elements_under_a_byte_is_read_to_its_end(bits: int) -> None:
+    count = 150_001
+    packed = np.random.default_rng(bits).integers(
+        0, 256, storage_bytes(f"uint{bits}", (count,)), np.uint8
+    )
+    planes = np.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
+    expected = np.packbits(planes, axis=1, bitorder="little")[:, 0]
+    np.testing.assert_array_equal(unpack(packed, f"uint{bits}", (count,)), expected)
+
+
 def test_builds_that_differ_in_inner_names_have_one_digest(good: Path, tmp_path: Path) -> None:
     again = build(tmp_path / "again.mlpackage", inner="other")
     names = [[op.name for op in Package.open(p).functions["t8"].ops] for p in (good, again)]

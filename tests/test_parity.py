@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.gate import check_parity
 from ondevice.converters.mlpackage import write_mlpackage
+from ondevice.converters.mlxmodel import mlx_model
 from ondevice.converters.network import Network
 from ondevice.converters.parity import TokenTree, path_logits, selected_model
 from ondevice.coreml.package import Package
@@ -54,6 +55,33 @@ def test_unfolding_gives_the_same_model_up_to_half_precision(tied: bool) -> None
     tokens = list(range(5, 45))
     difference = tiny.logits_by_hand(untied, tokens) - tiny.logits_by_hand(model, tokens)
     assert 0 < np.abs(difference).max() < 5e-2
+
+
+def in_halves(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float16).astype(np.float32)
+
+
+def in_bfloat16(values: np.ndarray) -> np.ndarray:
+    return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("rounded", "dtype"), [(in_halves, "float16"), (in_bfloat16, "bfloat16"), (None, "float32")]
+)
+def test_a_narrow_model_holds_16_bits_where_they_are_enough_and_computes_the_same(
+    rounded: Callable[[np.ndarray], np.ndarray] | None, dtype: str
+) -> None:
+    model = tiny.tiny_model(tied_embeddings=False)
+    tensors = {
+        name: rounded(tensor) if rounded and tensor.ndim > 1 else tensor
+        for name, tensor in model.tensors.items()
+    }
+    if dtype == "bfloat16":  # below the halves
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] * np.float32(2.0**-40)
+    wide, narrow = (mlx_model(model.config, tensors, narrow) for narrow in (False, True))
+    assert str(narrow.lm_head.weight.dtype) == f"mlx.core.{dtype}"
+    tree = TokenTree.random(model.config.vocab_size, (20,), seed=1)
+    np.testing.assert_array_equal(path_logits(narrow, tree), path_logits(wide, tree))
 
 
 @given(steps=st.lists(st.integers(1, 20), min_size=1, max_size=8), seed=st.integers(0, 99))

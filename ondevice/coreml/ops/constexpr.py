@@ -32,6 +32,8 @@ def _lut_to_dense(stored: Stored) -> Array:
         return result
     indices = stored["indices"]
     blocks, palette, vector = lut.shape[:-2], lut.shape[-2], lut.shape[-1]
+    if vector == 1 and math.prod(blocks) == blocks[0]:
+        return _rows_looked_up(indices, lut.reshape(blocks[0], palette))
     table = lut.reshape(-1, vector)
     split = [n for size, b in zip(indices.shape, blocks, strict=True) for n in (b, size // b)]
     base: Array = np.arange(math.prod(blocks), dtype=np.int32) * palette
@@ -43,6 +45,14 @@ def _lut_to_dense(stored: Stored) -> Array:
     axis = int(stored["vector_axis"].item()) % indices.ndim
     shape = tuple(n * vector if i == axis else n for i, n in enumerate(indices.shape))
     return np.moveaxis(dense, -1, axis + 1).reshape(shape)
+
+
+def _rows_looked_up(indices: Array, palettes: Array) -> Array:
+    """Groups of consecutive rows, each with a palette: one group at a time stays in the cache."""
+    dense = np.empty((len(palettes), indices.size // len(palettes)), palettes.dtype)
+    for row, group, palette in zip(dense, indices.reshape(dense.shape), palettes, strict=True):
+        palette.take(group, out=row, mode="clip")
+    return dense.reshape(indices.shape)
 
 
 def _blockwise_shift_scale(stored: Stored) -> Array:

@@ -32,6 +32,8 @@ def _is_mixed(op: Operands, *parameters: str) -> bool:
 
 
 def _mixed_matmul(op: Operands, flip_x: bool, flip_y: bool) -> Lowered:
+    dtype = op.result_dtype()
+
     def kernel(x: Array, y: Array) -> Array:
         wide = [array.astype(np.float32) for array in (x, y)]
         flipped = [
@@ -39,7 +41,7 @@ def _mixed_matmul(op: Operands, flip_x: bool, flip_y: bool) -> Lowered:
             for array, flip in zip(wide, (flip_x, flip_y), strict=True)
         ]
         product: Array = np.matmul(flipped[0], flipped[1])
-        return product
+        return product.astype(dtype)
 
     return Lowered(kernel, ("x", "y"))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ondevice.coreml.blob import Array
 from ondevice.coreml.ops.base import Lowered, Operands, rule
+from ondevice.errors import UnitFailed
 
 _MODES: dict[str, np.ufunc] = {
     "add": np.add,
@@ -30,11 +31,28 @@ def _writer(op: Operands) -> Callable[[Array, Any, Array], None]:
     return write
 
 
+def _checker(op: Operands, axes: Sequence[int]) -> Callable[[Sequence[Array]], None]:
+    """Refuses indices outside `axes` of `data`, one array for each, where the op asks for it."""
+    sizes = [op.type("data").shape[axis] for axis in axes]
+
+    def check(indices: Sequence[Array]) -> None:
+        for size, places in zip(sizes, indices, strict=True):
+            if places.size and not 0 <= places.min() <= places.max() < size:
+                raise UnitFailed(
+                    f"{op.op.type} ({op.op.name}): expected indices from 0 to {size - 1}, got "
+                    f"{places.min()} to {places.max()}; correct the model's input"
+                )
+
+    return check if op.flag("validate_indices", False) else lambda _: None
+
+
 @rule("scatter")
 def _scatter(op: Operands) -> Lowered:
     axis, write = op.integer("axis", 0) % len(op.type("data").shape), _writer(op)
+    check = _checker(op, [axis])
 
     def kernel(data: Array, indices: Array, updates: Array) -> Array:
+        check([indices])
         result = data.copy()
         write(result, (*(slice(None),) * axis, indices), updates)
         return result
@@ -45,8 +63,10 @@ def _scatter(op: Operands) -> Lowered:
 @rule("scatter_along_axis")
 def _scatter_along_axis(op: Operands) -> Lowered:
     axis, write = op.integer("axis", 0) % len(op.type("data").shape), _writer(op)
+    check = _checker(op, [axis])
 
     def kernel(data: Array, indices: Array, updates: Array) -> Array:
+        check([indices])
         result = data.copy()
         places: list[Array] = list(np.indices(indices.shape, sparse=True))
         places[axis] = indices
@@ -59,10 +79,13 @@ def _scatter_along_axis(op: Operands) -> Lowered:
 @rule("scatter_nd")
 def _scatter_nd(op: Operands) -> Lowered:
     write = _writer(op)
+    check = _checker(op, range(op.type("indices").shape[-1]))
 
     def kernel(data: Array, indices: Array, updates: Array) -> Array:
+        places = tuple(np.moveaxis(indices, -1, 0))
+        check(places)
         result = data.copy()
-        write(result, tuple(np.moveaxis(indices, -1, 0)), updates)
+        write(result, places, updates)
         return result
 
     return Lowered(kernel, ("data", "indices", "updates"))
