@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from ondevice.converters.pair import write_pair
 from ondevice.converters.verifier import write_verifier
 from ondevice.costs import table_from
 from ondevice.coststore import CostRecord, identity_of, record_path
+from ondevice.deadline import Deadline
 from ondevice.engine import Engine
 from ondevice.home import HOME_VARIABLE, home_folder
 from ondevice.models.pairs import DrafterRecipe
@@ -39,6 +41,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HOME_VARIABLE, str(home))
         yield home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """Engines wait for their drafters as long as it takes, unless a test gives them a deadline.
+
+    A test machine may be busy, or stopped for a while: its drafters are late without being hung.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ondevice.engine.Deadline", lambda: Deadline(floor_s=math.inf))
+        yield
 
 
 @pytest.fixture(scope="session")
