@@ -7,6 +7,7 @@ import json
 import pytest
 from commandline import runner
 
+from ondevice.apps.benchtable import slowed_lines
 from ondevice.conditions import THERMAL_STATES, Conditions, worst
 
 FAIR, SERIOUS, CRITICAL = (Conditions(state, False) for state in THERMAL_STATES[1:])
@@ -38,8 +39,8 @@ def test_a_slowed_machine_is_in_every_result(mac, run, tiny_pair) -> None:
     few = ("--max-tokens", 4, "--limit", 1, "--strategy", "plain")
 
     def result_of(*command: object) -> dict:
-        status, out, _ = run(*command, "--json")
-        assert status == 0
+        status, out, err = run(*command, "--json")
+        assert status == 0, err
         return json.loads(out)
 
     stats = result_of("chat", tiny_pair, "-p", "hi", *few[:2], *few[4:])["stats"]
@@ -51,6 +52,5 @@ def test_a_slowed_machine_is_in_every_result(mac, run, tiny_pair) -> None:
     assert len({answer["side"] for answer in benched["answers"]}) > 1
     assert result_of("profile", tiny_pair, *few)["conditions"] == HOT
     assert result_of("doctor", tiny_pair)["conditions"] == HOT
-    for command in ("bench", "profile"):
-        status, out, _ = run(command, tiny_pair, *few)
-        assert WHY in out.splitlines()
+    assert slowed_lines(Conditions(**HOT)) == [WHY]
+    assert slowed_lines(FAIR) == []

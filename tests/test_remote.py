@@ -211,9 +211,8 @@ def test_a_killed_parent_leaves_no_orphan(hung):
 
 
 PATIENT = """
-import math
 from ondevice import deadline, engine
-engine.Deadline = lambda: deadline.Deadline(floor_s=math.inf)
+engine.Deadline = lambda: deadline.Deadline(floor_s=86_400.0)
 """
 """For a script of its own, what the suite's `patient` is for this process."""
 
