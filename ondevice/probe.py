@@ -264,7 +264,7 @@ def _verdict(found: ProbeReport) -> str:
     share = found.ane_share
     if share is not None and not share >= MIN_ANE_SHARE:
         worst = min(found.functions.items(), key=lambda each: each[1].ane_share or 0.0)
-        ops = ", ".join(f"{count} {op}" for op, count in list(worst[1].elsewhere.items())[:3])
+        ops = most_often(worst[1].elsewhere)
         return (
             f"Core ML would run {share:.0%} of {worst[0]} on the Neural Engine, expected at least "
             f"{MIN_ANE_SHARE:.0%} ({ops})"
@@ -283,6 +283,13 @@ def _verdict(found: ProbeReport) -> str:
             f"{MOST_STEP_MS:.0f}"
         )
     return ""
+
+
+def most_often(counts: Mapping[str, int], shown: int = 3) -> str:
+    """The first few of `counts`, and how many there are besides."""
+    first = ", ".join(f"{count} {what}" for what, count in list(counts.items())[:shown])
+    others = sum(list(counts.values())[shown:])
+    return f"{first} and {others} others" if others else first
 
 
 def _worth_loading(row_counts: Sequence[int], step_ms: Mapping[int, float]) -> list[int]:

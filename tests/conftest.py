@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import tiny
-from applemac import counted, mac  # noqa: F401  # fixtures
+from applemac import counted, mac, tools_here  # noqa: F401  # fixtures
 
 from ondevice import blas
 from ondevice.calibration import Calibration

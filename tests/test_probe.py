@@ -1,11 +1,13 @@
-"""The examination of a drafter on a Mac, in its process, on stand-ins: what it finds and says."""
+"""The examination of a drafter on a Mac, in its process, on stand-ins: what it finds and says.
+
+What its user sees of each fault: test_fault_matrix.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,43 +60,6 @@ def test_a_healthy_mac_is_accepted_with_every_figure(drafter, verifier):
     assert report.context_sizes == [64, 256]
     assert stages[0] == "compiling and loading 4 functions"
     assert {"running t8_s256", "asking for the plan of t1_s64", "256 steps"} <= set(stages)
-
-
-MATRIX = {
-    "compile error": (
-        {"compile": "error"},
-        "Core ML does not compile the package: Failed to compile the model (com.apple.CoreML 11)",
-    ),
-    "load error": (
-        {"load": 1},
-        "Core ML does not load t1_s64: Unable to build the ML execution plan: error code: -14 "
-        "(com.apple.CoreML -14)",
-    ),
-    "function missing": (
-        {"missing": "t8_s64"},
-        "Core ML does not load t8_s64: The function t8_s64 is not in the model "
-        "(com.apple.CoreML 0)",
-    ),
-    "prediction fails": (
-        {"predict": "exception"},
-        "Core ML failed in t1_s64: NSInternalInconsistencyException - 0x1d",
-    ),
-    "NaN outputs": ({"nan": 1}, "its logits are not finite"),
-    "no plan": (
-        {"plan": "error"},
-        "Core ML makes no plan for t1_s64: no plan for this model (com.apple.CoreML 0)",
-    ),
-    "a plan of something else": (
-        {"plan": "no program"},
-        "Core ML's plan has no function t1_s64",
-    ),
-}
-
-
-@pytest.mark.parametrize(("faults", "reason"), MATRIX.values(), ids=MATRIX)
-def test_each_fault_is_refused_with_its_line(mac, drafter, verifier, faults, reason):
-    mac.order(**faults)
-    assert examined_here("pyobjc", drafter, verifier).reason == reason
 
 
 def test_a_plan_for_the_cpu_names_the_ops(mac, drafter, verifier):
@@ -170,27 +135,6 @@ def test_steps_that_turn_bad_in_the_soak_are_refused(drafter, verifier, monkeypa
     assert reason.startswith("step ")
     assert reason.endswith("gave values that are not finite")
     assert len(calls) < 256
-
-
-def test_a_compiler_that_crashes_takes_nobody_along(mac, drafter, verifier):
-    mac.order(compile="crash")
-    reason = examine("pyobjc", drafter, verifier).reason
-    assert reason.startswith("its process was ended by SIGABRT")
-    assert reason.endswith("while compiling and loading 4 functions")
-    assert "\n" not in reason
-
-
-def test_a_compiler_that_hangs_is_ended(mac, drafter, verifier, monkeypatch):
-    """The limit is over as soon as it compiles, however long this machine takes to get there."""
-    mac.order(compile="hang")
-    clock = [0.0]
-    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    def later(stage: str) -> None:
-        clock[0] = 300.0
-
-    reason = examine("pyobjc", drafter, verifier, later).reason
-    assert reason == "no end of compiling and loading 4 functions after 300 s"
 
 
 def test_steps_that_are_too_slow_are_refused():
