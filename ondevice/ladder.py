@@ -92,6 +92,16 @@ def known(folder: Path) -> list[ProbeReport]:
     return [report for kind in RUNGS if (report := _stored(_verdict_path(folder, kind)))]
 
 
+def known_anywhere(folder: Path) -> list[ProbeReport]:
+    """All that is kept of examinations, on whatever machine: by machine, then best rung first."""
+    found = [report for path in (folder / "verdicts").glob("*.json") if (report := _stored(path))]
+    return sorted(found, key=lambda each: (each.cpu, each.system, _rung(each.runtime)))
+
+
+def _rung(runtime: str) -> int:
+    return [*RUNGS, runtime].index(runtime)
+
+
 def forget(folder: Path) -> None:
     """Let the drafter in `folder` be examined again on this machine."""
     for kind in RUNGS:
@@ -128,6 +138,8 @@ def _examined(
     if stored is not None:
         return stored
     report = examine(kind, folder, verifier_folder, partial(_tell, say, kind))
+    machine = this_machine()
+    report = report.model_copy(update={"cpu": machine.cpu, "system": machine.system})
     try:
         report.write(path)
     except CacheUnwritable as error:
