@@ -313,7 +313,7 @@ def test_names_are_taken_out(monkeypatch):
 
 def test_a_wrong_pair_is_the_users_mistake(run, tmp_path: Path) -> None:
     assert_one_line(run("doctor", "no-such-pair"), 2, "no-such-pair")
-    assert_one_line(run("doctor", tmp_path), 2, "manifest")
+    assert_one_line(run("doctor", tmp_path), 2, "is no pair: expected pair.json in it")
     assert_one_line(run("doctor", "no-such-pair", "--calibrate"), 2, "no-such-pair")
 
 
