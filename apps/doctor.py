@@ -35,7 +35,7 @@ from ondevice.artifact import (
 )
 from ondevice.blas import BlasReport
 from ondevice.conditions import Conditions, conditions_now
-from ondevice.coreml.package import Package, weights_file
+from ondevice.coreml.package import Package
 from ondevice.coststore import CostRecord, stored_for
 from ondevice.errors import ArtifactError
 from ondevice.home import HOME_VARIABLE, home_folder, pairs_folder
@@ -164,10 +164,6 @@ def _state_of(folder: Path, machine: Machine) -> _PairState:
         drafter = folder / pair.drafter
         DrafterManifest.read(drafter / DRAFTER_FILE)
         Package.open(drafter / DRAFTER_PACKAGE)
-        if not weights_file(drafter / DRAFTER_PACKAGE).is_file():
-            raise ArtifactError(
-                f"{drafter / DRAFTER_PACKAGE} has no weights; convert the pair again"
-            )
         return _PairState(tuple(ladder.known(drafter)) if machine.apple_silicon else ())
     except ArtifactError as error:
         return _PairState(damage=str(error))

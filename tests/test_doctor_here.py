@@ -142,7 +142,7 @@ HALVES = {
     "no verifier": ("verifier", "verifier/ondevice.json (No such file or directory)"),
     "no drafter": ("drafter", "drafter/drafter.json (No such file or directory)"),
     "no package": ("drafter/drafter.mlpackage", "drafter.mlpackage"),
-    "no drafter weights": (WEIGHTS, "has no weights"),
+    "no drafter weights": (WEIGHTS, "no readable weights"),
 }
 
 
