@@ -255,7 +255,7 @@ def placement_rows(found: Examination) -> list[tuple[str, str]]:
         return [*rows, ("drafter", "emulated Core ML on the CPU")]
     for report in found.verdicts:
         rows.append((report.runtime, verdict_line(report)))
-    return rows
+    return rows if found.verdicts else [*rows, ("drafter", "not examined on this Mac yet")]
 
 
 def pair_lines(found: Examination) -> list[str]:
