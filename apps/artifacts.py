@@ -22,6 +22,7 @@ from ondevice.coreml.lint import lint
 from ondevice.coreml.ops import CONSTEXPR
 from ondevice.errors import ArtifactError
 from ondevice.home import pairs_folder
+from ondevice.ladder import known_anywhere
 from ondevice.models.pairs import pair_names
 from ondevice.verifierfolder import check_verifier_folder, check_verifier_weights
 
@@ -107,6 +108,7 @@ def _drafter(path: Path) -> Facts:
         "manifest": manifest.model_dump(),
         "bytes": _bytes(path),
         "matches_manifest": found == (manifest.weights_sha256, manifest.ops_sha256),
+        "examinations": [each.model_dump(mode="json") for each in known_anywhere(path)],
         "package": package,
     }
 

@@ -13,6 +13,7 @@ from ondevice.apps.comparison import difference_line
 from ondevice.apps.margin import NEAR_TIE
 from ondevice.apps.race import Spread, Standing
 from ondevice.apps.terminal import figure
+from ondevice.conditions import Conditions, worst
 
 HEADINGS = (
     "tok/s",
@@ -49,6 +50,11 @@ class Outcome:
         return self.standings[0]
 
     @property
+    def conditions(self) -> Conditions:
+        """The worst that the machine was in after any answer."""
+        return worst(each.conditions for standing in self.standings for each in standing.runs)
+
+    @property
     def passed(self) -> bool:
         """Every text is that of the first side, near-ties apart."""
         return all(standing.faults == 0 for standing in self.standings)
@@ -65,6 +71,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "passed": outcome.passed,
         "placement": list(outcome.placement),
         "left_out": outcome.left_out,
+        "conditions": asdict(outcome.conditions),
         "sides": [_side_json(standing, outcome.base) for standing in outcome.standings],
         "answers": [answer for each in outcome.standings for answer in _answers_json(each)],
         "differences": [
@@ -106,6 +113,7 @@ def _answers_json(standing: Standing) -> list[dict[str, Any]]:
             "decode_tok_s": each.run.decode_tok_s,
             "ttft_ms": each.run.ttft_ms,
             **each.run.drafting.as_json(),
+            **asdict(each.conditions),
         }
         for each in standing.runs
     ]
@@ -166,6 +174,7 @@ def _lines(outcome: Outcome) -> list[str]:
     for standing in outcome.standings:
         lines += _reason_lines(standing)
         lines += [difference_line(each, base.side) for each in standing.differences]
+    lines += slowed_lines(outcome.conditions)
     silent = texts - sum(each.run.decode_tok_s is not None for each in base.runs)
     if silent:
         lines.append(f"{silent} of {texts} answers ended with their first tokens and have no rate")
@@ -176,6 +185,13 @@ def _lines(outcome: Outcome) -> list[str]:
         else f"FAILED: a text is not {base.side}'s"
     )
     return lines
+
+
+def slowed_lines(conditions: Conditions) -> list[str]:
+    """What the reader of figures must know of the machine; nothing where all was well."""
+    if not conditions.slowed:
+        return []
+    return [f"speeds are lower than this machine's: {conditions.slowed}"]
 
 
 def _left_out_lines(left_out: dict[str, str]) -> list[str]:

@@ -20,23 +20,34 @@ from ondevice.apps.findings import (
     installed,
     look_at_counters,
     runtimes_of,
-    verdict_parts,
+    verdict_line,
     write_report,
 )
 from ondevice.apps.inspect import print_rows
-from ondevice.apps.opening import open_engine
+from ondevice.apps.opening import open_engine, remedy
 from ondevice.apps.terminal import results
-from ondevice.artifact import PAIR_FILE, PairManifest
+from ondevice.artifact import (
+    DRAFTER_FILE,
+    DRAFTER_PACKAGE,
+    PAIR_FILE,
+    DrafterManifest,
+    PairManifest,
+)
 from ondevice.blas import BlasReport
 from ondevice.conditions import Conditions, conditions_now
+from ondevice.coreml.package import Package
 from ondevice.coststore import CostRecord, stored_for
+from ondevice.errors import ArtifactError
 from ondevice.home import HOME_VARIABLE, home_folder, pairs_folder
 from ondevice.machine import Machine, this_machine
 from ondevice.models.pairs import pair_names
 from ondevice.probereport import ProbeReport
+from ondevice.traces import require_file_name
+from ondevice.verifierfolder import check_verifier_folder
 
 PACKAGES = ("ondevice", "mlx", "mlx-lm", "coremltools", "numpy", "transformers")
 MAC_PACKAGES = ("pyobjc-core", "pyobjc-framework-CoreML", "zeus-apple-silicon")
+GIB = 2**30
 ROOM_BYTES = 2_000_000_000
 """Free disk below which a conversion may fail; the default pair needs half of it."""
 
@@ -59,7 +70,8 @@ class Examination:
     """What was found. folder: of the pair, None when it has not been converted.
 
     record: the pair's measured costs; trouble: why there are none although they were asked for.
-    verdicts: what examinations of the pair's drafter found on this Mac.
+    verdicts: what examinations of the pair's drafter found on this Mac. drafts: whether the pair
+    has a drafter. damage: what is wrong with the pair's files, "" for nothing.
     """
 
     machine: Machine
@@ -76,10 +88,14 @@ class Examination:
     counters: Counters = field(default_factory=Counters)
     conditions: Conditions = field(default_factory=Conditions)
     verdicts: tuple[ProbeReport, ...] = ()
+    drafts: bool = True
+    damage: str = ""
 
 
 def run(request: Request) -> None:
-    """Examine and print. Raises UserError for a pair that is none, or is damaged."""
+    """Examine and print. Raises UserError for a pair that is none, or a report's wrong name."""
+    if request.report is not None:
+        require_file_name(request.report)
     found = examine(request)
     if request.report is not None:
         write_report(request.report, lambda console: print_examination(found, console))
@@ -91,16 +107,20 @@ def run(request: Request) -> None:
 
 def examine(request: Request) -> Examination:
     """Look at everything; opens the pair only to measure it."""
-    report = blas.prepare()
+    report, machine = blas.prepare(), this_machine()
     folder: Path | None
+    state = _PairState()
     if request.calibrate:
         folder, record, trouble = _measured(request.pair)
+        state = _state_of(folder, machine)
     else:
-        folder, trouble = _pair_folder(request.pair), ""
-        record = None if folder is None else stored_for(folder)
+        folder, record, trouble = _pair_folder(request.pair), None, ""
+        if folder is not None:
+            state = _state_of(folder, machine)
+            record = None if state.damage else stored_for(folder)
     import mlx.core as mx
 
-    home, machine = home_folder(), this_machine()
+    home = home_folder()
     packages = (*PACKAGES, *MAC_PACKAGES) if machine.apple_silicon else PACKAGES
     return Examination(
         machine=machine,
@@ -119,15 +139,34 @@ def examine(request: Request) -> Examination:
         runtimes=tuple(runtimes_of(machine)),
         counters=look_at_counters(),
         conditions=conditions_now(),
-        verdicts=_verdicts(folder) if machine.apple_silicon else (),
+        verdicts=state.verdicts,
+        drafts=state.drafts,
+        damage=state.damage,
     )
 
 
-def _verdicts(folder: Path | None) -> tuple[ProbeReport, ...]:
-    if folder is None:
-        return ()
-    drafter = PairManifest.read(folder / PAIR_FILE).drafter
-    return () if drafter is None else tuple(ladder.known(folder / drafter))
+@dataclass(frozen=True, slots=True)
+class _PairState:
+    """See Examination."""
+
+    verdicts: tuple[ProbeReport, ...] = ()
+    drafts: bool = True
+    damage: str = ""
+
+
+def _state_of(folder: Path, machine: Machine) -> _PairState:
+    """Looks at every file of the pair but at the bytes of its weights."""
+    try:
+        pair = PairManifest.read(folder / PAIR_FILE)
+        check_verifier_folder(folder / pair.verifier)
+        if pair.drafter is None:
+            return _PairState(drafts=False)
+        drafter = folder / pair.drafter
+        DrafterManifest.read(drafter / DRAFTER_FILE)
+        Package.open(drafter / DRAFTER_PACKAGE)
+        return _PairState(tuple(ladder.known(drafter)) if machine.apple_silicon else ())
+    except ArtifactError as error:
+        return _PairState(damage=str(error))
 
 
 def _measured(pair: str) -> tuple[Path, CostRecord | None, str]:
@@ -143,7 +182,10 @@ def _measured(pair: str) -> tuple[Path, CostRecord | None, str]:
 def _pair_folder(pair: str) -> Path | None:
     if pair in pair_names() and not (pairs_folder() / pair / PAIR_FILE).is_file():
         return None
-    return locate(pair)
+    folder = locate(pair)
+    if not (folder / PAIR_FILE).is_file():
+        raise ArtifactError(f"{folder} is no pair: expected {PAIR_FILE} in it")
+    return folder
 
 
 def _existing(folder: Path) -> Path:
@@ -191,10 +233,14 @@ def missing(found: Examination) -> list[tuple[str, str]]:
         lacks.append((found.counters.trouble, found.counters.remedy))
     if found.folder is None:
         lacks.append((f"the pair {found.pair}, not converted", f"ondevice chat {found.pair}"))
+    elif found.damage:
+        what, _, advice = found.damage.rpartition("; ")  # such errors end with one
+        lacks.append((what or found.damage, remedy(found.folder) or advice))
     elif found.record is None:
         what = "what the pair's steps take here"
         lacks.append((what, f"ondevice doctor {found.pair} --calibrate"))
-    if found.folder is not None and found.machine.apple_silicon and not found.verdicts:
+    whole = found.folder is not None and not found.damage
+    if whole and found.drafts and found.machine.apple_silicon and not found.verdicts:
         what = "an examination of the pair's drafter on this Mac"
         lacks.append((what, f"ondevice doctor {found.pair} --calibrate"))
     return lacks
@@ -203,14 +249,13 @@ def missing(found: Examination) -> list[tuple[str, str]]:
 def placement_rows(found: Examination) -> list[tuple[str, str]]:
     """Where the pair's parts run, as far as that was found out."""
     rows = [("verifier", f"MLX on the {found.device}")]
+    if not found.drafts:
+        return [*rows, ("drafter", "the pair has none")]
     if not found.machine.apple_silicon:
         return [*rows, ("drafter", "emulated Core ML on the CPU")]
     for report in found.verdicts:
-        if not report.accepted:
-            rows.append((report.runtime, f"refused: {report.reason}"))
-            continue
-        rows.append((report.runtime, "; ".join(verdict_parts(report))))
-    return rows
+        rows.append((report.runtime, verdict_line(report)))
+    return rows if found.verdicts else [*rows, ("drafter", "not examined on this Mac yet")]
 
 
 def pair_lines(found: Examination) -> list[str]:
@@ -218,6 +263,8 @@ def pair_lines(found: Examination) -> list[str]:
     record = found.record
     if found.trouble and record is None:
         return [f"Not measured: {found.trouble}. Costs are assumed, and corrected while running."]
+    if found.damage:
+        return ["Damaged, so that nothing is known of its costs."]
     if found.folder is None:
         return [
             f"Not converted yet: the first `ondevice chat {found.pair}` does that, and measures it."
@@ -263,6 +310,7 @@ def as_json(found: Examination) -> dict[str, Any]:
         "pair": {
             "name": found.pair,
             "path": None if found.folder is None else str(found.folder),
+            "damage": found.damage,
             "costs": None if record is None else record.model_dump(mode="json"),
             "placement": dict(placement_rows(found)),
             "examinations": [report.model_dump(mode="json") for report in found.verdicts],
@@ -282,7 +330,7 @@ def print_examination(found: Examination, console: Console) -> None:
         "machine",
         [
             ("processor", f"{machine.cpu}, {cores}"),
-            ("memory", f"{machine.memory_bytes / 1e9:.1f} GB"),
+            ("memory", f"{machine.memory_bytes / GIB:.1f} GiB"),
             ("system", machine.system),
             ("cache folder", f"{found.home}, {found.free_bytes / 1e9:.1f} GB free on its disk"),
             ("MLX", f"on the {found.device}"),

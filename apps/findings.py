@@ -16,11 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ondevice.artifact import replacing
 from ondevice.energy import DEAD_MS, open_meter
-from ondevice.errors import BadRequest
 from ondevice.machine import Machine
 from ondevice.probereport import ProbeReport
+from ondevice.traces import write_lines
 
 LOOK_MS = 2 * DEAD_MS
 """How long MLX works while the counters are looked at."""
@@ -148,10 +147,19 @@ def verdict_parts(report: ProbeReport) -> Iterator[str]:
         yield f"a step of {rows} row{'s' if rows != 1 else ''} {ms:.1f} ms" + (
             f", {beside:.1f} ms beside the GPU" if beside is not None else ""
         )
+    if report.ignored_backings:
+        yield "outputs are copied, since Core ML puts them elsewhere than told"
     if report.thermal_state not in (None, "nominal"):
         yield f"measured in thermal state {report.thermal_state}"
     if report.low_power_mode:
         yield "measured in low-power mode"
+
+
+def verdict_line(report: ProbeReport) -> str:
+    """An examination in one line."""
+    if not report.accepted:
+        return f"refused: {report.reason}"
+    return "; ".join(verdict_parts(report)) or "accepted"
 
 
 # The report
@@ -160,14 +168,11 @@ def verdict_parts(report: ProbeReport) -> Iterator[str]:
 def write_report(path: Path, page: Callable[[Console], None]) -> None:
     """The page as text without anything that tells whose machine it is.
 
-    Raises BadRequest for a folder, CacheUnwritable.
+    Raises BadRequest where it cannot be written.
     """
-    if path.is_dir():
-        raise BadRequest(f"{path} is a folder; name a file for the report")
     text = io.StringIO()
     page(Console(file=text, width=100, no_color=True, highlight=False, markup=False))
-    with replacing(path) as fresh:
-        fresh.write_text(anonymous(text.getvalue()), encoding="utf-8")
+    write_lines(path, (line.rstrip() for line in anonymous(text.getvalue()).splitlines()))
 
 
 def anonymous(text: str) -> str:

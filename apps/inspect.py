@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ondevice.apps.artifacts import Facts, facts, locate
+from ondevice.apps.findings import verdict_line
 from ondevice.apps.opening import explained, remedy
 from ondevice.apps.terminal import results
+from ondevice.probereport import ProbeReport
 
 Row = tuple[str, str]
 
@@ -83,7 +86,20 @@ def _print_drafter(console: Console, drafter: Facts) -> None:
     print_rows(console, f"drafter {drafter['path']}", rows)
     if manifest["parity"] is not None:
         _print_parity(console, manifest["parity"]["functions"])
+    _print_examinations(console, drafter["examinations"])
     _print_package(console, drafter["package"])
+
+
+def _print_examinations(console: Console, examinations: Iterable[Facts]) -> None:
+    """What came of examining the drafter on each Mac that it has been opened on."""
+    reports = [ProbeReport.model_validate(each) for each in examinations]
+    for machine, found in groupby(reports, lambda each: (each.cpu, each.system)):
+        where = ", ".join(part for part in machine if part) or "a Mac"
+        print_rows(
+            console,
+            f"examined on {where}",
+            [(each.runtime, verdict_line(each)) for each in found],
+        )
 
 
 def _vocabulary(manifest: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from ondevice.apps.race import Measured, Task, racing
 from ondevice.apps.report import Identity, Report, now, read_report
 from ondevice.apps.sides import OurSide, our_sides
 from ondevice.apps.terminal import note, results
+from ondevice.conditions import conditions_now, worst
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest, OnDeviceError
 from ondevice.schedule import Strategy
@@ -273,6 +274,7 @@ def make_report(
         left_out=left_out,
         costs=None if engine.cost_record is None else engine.costs.table,
         figures=profile_figures(collected.measured),
+        conditions=worst([*(each.conditions for each in collected.measured), conditions_now()]),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ondevice.apps.benchtable import spread_cell
+from ondevice.apps.benchtable import slowed_lines, spread_cell
 from ondevice.apps.figures import EVERY, REFERENCE, Figures
 from ondevice.apps.loads import verdicts
 from ondevice.apps.report import Report
@@ -174,6 +174,7 @@ def method_lines(report: Report) -> list[str]:
         lines.append(f"not all was measured: {report.stopped}; the figures are of what was")
     lines += report.placement
     lines += [f"left out: {name}: {why}" for name, why in report.left_out.items()]
+    lines += slowed_lines(report.conditions)
     lines += _memory_lines(report)
     for figures in _over_all(report):
         told = [why for why in figures.reasons if not why.endswith(", as set")]

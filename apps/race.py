@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from ondevice.apps.comparison import Difference, difference
 from ondevice.apps.questions import Question
 from ondevice.apps.sides import Drafting, Run, Side
+from ondevice.conditions import Conditions, conditions_now
 from ondevice.engine import Engine
 from ondevice.sampling import SamplingParams
 
@@ -31,12 +32,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One answer of one side."""
+    """One answer of one side. conditions: the machine's when it ended."""
 
     task: Task
     repeat: int
     side: str
     run: Run
+    conditions: Conditions = field(default_factory=Conditions)
 
 
 def race(
@@ -67,7 +69,7 @@ def racing(
     for turn, (repeat, task) in enumerate(turns):
         for side in rotated(sides, turn):
             run = side.answer(task.prompt, max_tokens)
-            yield Measured(task, repeat, side.name, run)
+            yield Measured(task, repeat, side.name, run, conditions_now())
 
 
 def rotated(sides: Sequence[Entry], turn: int) -> list[Entry]:

@@ -30,6 +30,7 @@ from ondevice.artifact import (
     PairManifest,
     file_sha256,
 )
+from ondevice.conditions import Conditions
 from ondevice.costs import CostTable
 from ondevice.errors import BadRequest
 from ondevice.machine import this_machine
@@ -69,6 +70,7 @@ class Report(Manifest):
     prompts: how many; planned, answers: measured answers, meant and done; stopped: why they are
     fewer, "" if they are not. left_out: what could not be measured, and why. costs: of the pair's
     steps, None where they were not measured. loads: by number of sessions, none if not asked for.
+    conditions: the worst that the machine was in after any of them.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -87,6 +89,7 @@ class Report(Manifest):
     costs: CostTable | None
     figures: list[Figures]
     loads: tuple[LoadFigures, ...] = ()
+    conditions: Conditions = Conditions()
 
     @property
     def strategies(self) -> list[str]:

@@ -55,7 +55,8 @@ class BlasReport:
                 f"{self.library} was loaded after MLX and has no effect; "
                 "import ondevice's engine before mlx"
             )
-        return f"MLX uses {self.library} with {self.threads} thread(s)"
+        count = "its own number of" if self.threads is None else self.threads
+        return f"MLX uses {self.library} with {count} thread{'s' if self.threads != 1 else ''}"
 
 
 @cache

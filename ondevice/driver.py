@@ -82,8 +82,6 @@ class Driver:
         self.coordinator = Coordinator(
             drafter=self._lend_drafter(), weightless=weightless, experience=experience
         )
-        if drafters is not None and self._drafter is None:
-            self.coordinator.drafter_error = drafters.loss
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._cancelled = self._run_over = threading.Event()
         self._watch = Watch()
@@ -122,6 +120,8 @@ class Driver:
         coordinator = self.coordinator
         if self._lend_drafter():
             coordinator.on_recovery("drafter")
+        elif self._drafter is None and self._drafters is not None:
+            coordinator.drafter_error = self._drafters.loss
         commands = coordinator.on_prompt(
             time.monotonic_ns(), tokens, limits, schedule, greedy=law.greedy
         )

@@ -9,7 +9,8 @@ crashes is not to crash at every start.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -55,12 +56,13 @@ class Choice:
             place += f" ({share:.0%} of the cost by Core ML's plan)"
         elif self.kind != "mlx":
             place += " (where it runs is not proven: Core ML's plan cannot be read)"
-        return "; ".join([place, *map(refusal, refused)])
+        return "; ".join([place, *refusals(refused)])
 
 
-def refusal(report: ProbeReport) -> str:
-    """One refused runtime, and why."""
-    return f"not {report.runtime}: {report.reason}"
+def refusals(reports: Iterable[ProbeReport]) -> Iterator[str]:
+    """Refused runtimes, and why; neighbours with the same reason together."""
+    for reason, alike in itertools.groupby(reports, lambda report: report.reason):
+        yield f"not {' or '.join(report.runtime for report in alike)}: {reason}"
 
 
 def choose(
@@ -82,12 +84,22 @@ def choose(
         reports.append(_examined(kind, folder, verifier_folder, again, say))
         if reports[-1].accepted:
             return Choice(kind, tuple(reports))
-    raise RuntimeUnavailable("; ".join(map(refusal, reports)))
+    raise RuntimeUnavailable("; ".join(refusals(reports)))
 
 
 def known(folder: Path) -> list[ProbeReport]:
     """What is kept of examinations of the drafter in `folder` on this machine, best rung first."""
     return [report for kind in RUNGS if (report := _stored(_verdict_path(folder, kind)))]
+
+
+def known_anywhere(folder: Path) -> list[ProbeReport]:
+    """All that is kept of examinations, on whatever machine: by machine, then best rung first."""
+    found = [report for path in (folder / "verdicts").glob("*.json") if (report := _stored(path))]
+    return sorted(found, key=lambda each: (each.cpu, each.system, _rung(each.runtime)))
+
+
+def _rung(runtime: str) -> int:
+    return [*RUNGS, runtime].index(runtime)
 
 
 def forget(folder: Path) -> None:
@@ -126,6 +138,8 @@ def _examined(
     if stored is not None:
         return stored
     report = examine(kind, folder, verifier_folder, partial(_tell, say, kind))
+    machine = this_machine()
+    report = report.model_copy(update={"cpu": machine.cpu, "system": machine.system})
     try:
         report.write(path)
     except CacheUnwritable as error:

@@ -21,6 +21,7 @@ class FunctionReport(Manifest):
 class ProbeReport(Manifest):
     """What an examination found. reason: why the runtime is refused, "" if it is not.
 
+    cpu, system: of the machine; "" where that was not noted.
     load_s: compiling and loading. agreement, max_error: over `positions` of the same inputs in the
     emulator. step_ms, beside_ms: by rows, alone and while MLX works. bind_ms: to bind a session's
     buffers. thermal_state, low_power_mode: while it was timed. row_counts, context_sizes: of the
@@ -30,6 +31,8 @@ class ProbeReport(Manifest):
     format: Literal["ondevice-probe-1"] = "ondevice-probe-1"
     runtime: str
     reason: str
+    cpu: str = ""
+    system: str = ""
     load_s: float | None = None
     functions: dict[str, FunctionReport] = Field(default_factory=dict)
     positions: int = 0

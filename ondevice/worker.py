@@ -222,11 +222,13 @@ class UnitWorker(Generic[Unit]):
 
         def work(unit: Unit) -> None:
             try:
-                future.set_result(function(unit))
+                result = function(unit)
+            except UnitLost:
+                raise  # `failed` tells the caller, after all others who must know
             except BaseException as error:
                 future.set_exception(error)
-                if isinstance(error, UnitLost):
-                    raise
+            else:
+                future.set_result(result)
 
         def failed(error: OnDeviceError) -> None:
             if not future.done():

@@ -80,3 +80,19 @@ def mac(counted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     yield here
     here.module("standin").Memory.check_graves()
     forget()
+
+
+@pytest.fixture
+def tools_here(mac: AppleMac, monkeypatch: pytest.MonkeyPatch) -> AppleMac:
+    """coremltools that predicts, in this process."""
+    import coremltools  # noqa: F401  # its modules are changed
+
+    binding = mac.module("toolsbinding")
+    monkeypatch.setitem(sys.modules, "coremltools.libcoremlpython", binding)
+    for name in ("_compiled_model", "utils"):
+        module = sys.modules[f"coremltools.models.{name}"]
+        monkeypatch.setattr(module, "_macos_version", lambda: (27, 0))
+    for name in ("_compiled_model", "model"):
+        module = sys.modules[f"coremltools.models.{name}"]
+        monkeypatch.setattr(module, "_MLModelProxy", binding._MLModelProxy)
+    return mac

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import tiny
-from applemac import counted, mac  # noqa: F401  # fixtures
+from applemac import counted, mac, tools_here  # noqa: F401  # fixtures
 
 from ondevice import blas
 from ondevice.calibration import Calibration
@@ -18,6 +18,7 @@ from ondevice.converters.pair import write_pair
 from ondevice.converters.verifier import write_verifier
 from ondevice.costs import table_from
 from ondevice.coststore import CostRecord, identity_of, record_path
+from ondevice.deadline import Deadline
 from ondevice.engine import Engine
 from ondevice.home import HOME_VARIABLE, home_folder
 from ondevice.models.pairs import DrafterRecipe
@@ -39,6 +40,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HOME_VARIABLE, str(home))
         yield home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """Engines wait for their drafters as long as it takes, unless a test gives them a deadline.
+
+    A test machine may be busy, or stopped for a while: its drafters are late without being hung.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ondevice.engine.Deadline", lambda: Deadline(floor_s=86_400.0))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from ondevice.coststore import CostRecord
 from ondevice.machine import Machine, this_machine
 from ondevice.probereport import FunctionReport, ProbeReport
 
-MAC = Machine("Apple M9 Pro", 12, 12, 36_000_000_000, "macOS 27.1 (29B12)", True)
+MAC = Machine("Apple M9 Pro", 12, 12, 38_654_705_664, "macOS 27.1 (29B12)", True)
 LINUX = Machine("AMD EPYC", 2, 2, 25_000_000_000, "Debian GNU/Linux 12, kernel 6.1", False)
 # Of 1 to 8 rows: 3 rows cost more than 4. Plain 10 ms a token; the drafter 5 ms for 8 rows.
 FORWARDS_MS = (11.0, 12.0, 16.0, 12.5, 17.0, 18.0, 19.0, 15.0)
@@ -313,7 +313,7 @@ def test_names_are_taken_out(monkeypatch):
 
 def test_a_wrong_pair_is_the_users_mistake(run, tmp_path: Path) -> None:
     assert_one_line(run("doctor", "no-such-pair"), 2, "no-such-pair")
-    assert_one_line(run("doctor", tmp_path), 2, "manifest")
+    assert_one_line(run("doctor", tmp_path), 2, "is no pair: expected pair.json in it")
     assert_one_line(run("doctor", "no-such-pair", "--calibrate"), 2, "no-such-pair")
 
 

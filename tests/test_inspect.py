@@ -13,6 +13,7 @@ from commandline import Run, assert_one_line, runner
 from ondevice.artifact import DrafterManifest, file_sha256
 from ondevice.converters import pair as pair_module
 from ondevice.converters.checkpoint import Checkpoint
+from ondevice.probereport import ProbeReport
 
 
 @pytest.fixture
@@ -92,6 +93,40 @@ def test_what_was_altered_does_not_match(run: Run, tiny_pair: Path, tmp_path: Pa
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")
     found = json.loads(run("inspect", pair / "verifier", "--json")[1])
     assert found["matches_manifest"] is False
+
+
+def test_examinations_are_shown_by_machine_with_the_reasons(
+    run: Run, tiny_pair: Path, tmp_path: Path
+) -> None:
+    pair = Path(shutil.copytree(tiny_pair, tmp_path / "pair"))
+    assert "examined on" not in run("inspect", pair)[1]
+    refused = ProbeReport(
+        runtime="pyobjc", reason="its logits are not finite", cpu="Apple M9", system="macOS 27.1"
+    )
+    slow = refused.model_copy(update={"runtime": "coremltools", "reason": "it is too slow"})
+    taken = refused.model_copy(update={"runtime": "mlx", "reason": "", "step_ms": {8: 5.25}})
+    other = taken.model_copy(update={"cpu": "Apple M2", "runtime": "pyobjc", "agreement": 0.995})
+    verdicts = pair / "drafter" / "verdicts"
+    verdicts.mkdir()
+    for number, report in enumerate((taken, slow, other, refused)):
+        report.write(verdicts / f"{number}.json")
+    (verdicts / "broken.json").write_text("{", encoding="utf-8")
+    for part in (pair, pair / "drafter"):
+        status, out, err = run("inspect", part)
+        assert (status, err) == (0, "")
+        lines = [" ".join(line.split()) for line in out.splitlines()]
+        first = lines.index("examined on Apple M2, macOS 27.1")
+        assert lines[first + 1] == (
+            "pyobjc 99.5% of first choices among the emulator's three; a step of 8 rows 5.2 ms"
+        )
+        assert lines[first + 2 : first + 6] == [
+            "examined on Apple M9, macOS 27.1",
+            "pyobjc refused: its logits are not finite",
+            "coremltools refused: it is too slow",
+            "mlx a step of 8 rows 5.2 ms",
+        ]
+    found = json.loads(run("inspect", pair, "--json")[1])["drafter"]["examinations"]
+    assert [each["runtime"] for each in found] == ["pyobjc", "pyobjc", "coremltools", "mlx"]
 
 
 def test_a_converted_pair_may_be_called_by_its_name(

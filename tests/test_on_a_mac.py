@@ -62,21 +62,6 @@ def test_doctor_then_chat_on_the_neural_engine(pair, tiny_pair, capfd, monkeypat
         assert list(emulated.generate("hello", options).token_ids) == answer["token_ids"]
 
 
-def test_below_every_bar_there_is_still_the_text(pair, mac, monkeypatch):
-    monkeypatch.setattr(
-        ladder,
-        "examine",
-        lambda kind, *_: ladder.ProbeReport(runtime=kind, reason=f"no {kind} here"),
-    )
-    with Engine.open_folder(pair, measure=False, quiet=True) as engine:
-        answer = engine.generate([5, 6, 7], Options(max_tokens=4))
-    assert len(answer.token_ids) == 4
-    assert (
-        "the drafter did not open: not pyobjc: no pyobjc here; not coremltools: no coremltools "
-        "here; not mlx: no mlx here"
-    ) in answer.stats.reason
-
-
 def test_the_chat_says_which_runtime_and_why(pair, mac, monkeypatch):
     """Two lines of the placement; every reason has its own test among the examinations."""
     reasons = {"pyobjc": "its logits are not finite", "coremltools": "caches of 19 MB", "mlx": ""}

@@ -1,8 +1,12 @@
-"""The examination of a drafter on a Mac, in its process, on stand-ins: what it finds and says."""
+"""The examination of a drafter on a Mac, in its process, on stand-ins: what it finds and says.
+
+What its user sees of each fault: test_fault_matrix.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -26,6 +30,8 @@ ALL = ["t1_s64", "t8_s64", "t1_s256", "t8_s256"]
 def drafter_fixture(mac, tiny_pair, tmp_path, monkeypatch) -> Path:
     """The tiny drafter in a folder of this test's own, on a Mac."""
     monkeypatch.setattr(ladder, "this_machine", lambda: MAC)
+    # How slow this machine is now is no finding; what is too slow has a test of its own.
+    monkeypatch.setattr(probe, "MOST_STEP_MS", math.inf)
     return Path(shutil.copytree(tiny_pair / "drafter", tmp_path / "drafter"))
 
 
@@ -57,43 +63,6 @@ def test_a_healthy_mac_is_accepted_with_every_figure(drafter, verifier):
     assert report.context_sizes == [64, 256]
     assert stages[0] == "compiling and loading 4 functions"
     assert {"running t8_s256", "asking for the plan of t1_s64", "256 steps"} <= set(stages)
-
-
-MATRIX = {
-    "compile error": (
-        {"compile": "error"},
-        "Core ML does not compile the package: Failed to compile the model (com.apple.CoreML 11)",
-    ),
-    "load error": (
-        {"load": 1},
-        "Core ML does not load t1_s64: Unable to build the ML execution plan: error code: -14 "
-        "(com.apple.CoreML -14)",
-    ),
-    "function missing": (
-        {"missing": "t8_s64"},
-        "Core ML does not load t8_s64: The function t8_s64 is not in the model "
-        "(com.apple.CoreML 0)",
-    ),
-    "prediction fails": (
-        {"predict": "exception"},
-        "Core ML failed in t1_s64: NSInternalInconsistencyException - 0x1d",
-    ),
-    "NaN outputs": ({"nan": 1}, "its logits are not finite"),
-    "no plan": (
-        {"plan": "error"},
-        "Core ML makes no plan for t1_s64: no plan for this model (com.apple.CoreML 0)",
-    ),
-    "a plan of something else": (
-        {"plan": "no program"},
-        "Core ML's plan has no function t1_s64",
-    ),
-}
-
-
-@pytest.mark.parametrize(("faults", "reason"), MATRIX.values(), ids=MATRIX)
-def test_each_fault_is_refused_with_its_line(mac, drafter, verifier, faults, reason):
-    mac.order(**faults)
-    assert examined_here("pyobjc", drafter, verifier).reason == reason
 
 
 def test_a_plan_for_the_cpu_names_the_ops(mac, drafter, verifier):
@@ -169,20 +138,6 @@ def test_steps_that_turn_bad_in_the_soak_are_refused(drafter, verifier, monkeypa
     assert reason.startswith("step ")
     assert reason.endswith("gave values that are not finite")
     assert len(calls) < 256
-
-
-def test_a_compiler_that_crashes_takes_nobody_along(mac, drafter, verifier):
-    mac.order(compile="crash")
-    reason = examine("pyobjc", drafter, verifier).reason
-    assert reason.startswith("its process was ended by SIGABRT")
-    assert reason.endswith("while compiling and loading 4 functions")
-    assert "\n" not in reason
-
-
-def test_a_compiler_that_hangs_is_ended(mac, drafter, verifier):
-    mac.order(compile="hang")
-    reason = examine("pyobjc", drafter, verifier, limit_s=15).reason
-    assert reason == "no end of compiling and loading 4 functions after 15 s"
 
 
 def test_steps_that_are_too_slow_are_refused():

@@ -210,10 +210,17 @@ def test_a_killed_parent_leaves_no_orphan(hung):
     assert is_gone(child)
 
 
+PATIENT = """
+from ondevice import deadline, engine
+engine.Deadline = lambda: deadline.Deadline(floor_s=86_400.0)
+"""
+"""For a script of its own, what the suite's `patient` is for this process."""
+
+
 def test_a_terminals_interrupt_is_for_the_parent_alone(tiny_pair):
     """Ctrl-C goes to the whole foreground group: in chat it ends an answer, not the drafter."""
     code = (
-        "import os, signal\n"
+        f"import os, signal\n{PATIENT}"
         "from ondevice.engine import Engine\n"
         "os.setpgid(0, 0)\n"
         f"engine = Engine.open_folder({str(tiny_pair)!r})\n"
@@ -231,7 +238,7 @@ def test_a_terminals_interrupt_is_for_the_parent_alone(tiny_pair):
 def test_a_script_without_a_main_guard_runs_once(tiny_pair, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "print('once')\n"
+        f"print('once')\n{PATIENT}"
         "from ondevice.engine import Engine\n"
         f"engine = Engine.open_folder({str(tiny_pair)!r})\n"
         "print(engine.generate([9, 40, 77]).stats.reason)\n",

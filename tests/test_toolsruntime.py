@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import coremltools
@@ -24,7 +22,6 @@ from ondevice.coreml.compiled import compiled_model
 from ondevice.coreml.package import Package
 from ondevice.coreml.runtime import TensorSpec
 from ondevice.coreml.toolsruntime import CoreMLToolsRuntime
-from ondevice.deadline import Deadline
 from ondevice.errors import CallMismatch, RuntimeUnavailable, UnitFailed
 from ondevice.ladder import Choice, choose, open_process
 from ondevice.machine import Machine
@@ -44,20 +41,6 @@ def tools(mac, monkeypatch, tmp_path):
     # Its messages are read without importing it. The real one is imported here already.
     (fake / "proto").symlink_to(Path(coremltools.__file__).parent / "proto")
     monkeypatch.syspath_prepend(str(fake.parent))
-    return mac
-
-
-@pytest.fixture
-def tools_here(mac, monkeypatch):
-    """coremltools that predicts, in this process."""
-    binding = mac.module("toolsbinding")
-    monkeypatch.setitem(sys.modules, "coremltools.libcoremlpython", binding)
-    for name in ("_compiled_model", "utils"):
-        module = sys.modules[f"coremltools.models.{name}"]
-        monkeypatch.setattr(module, "_macos_version", lambda: (27, 0))
-    for name in ("_compiled_model", "model"):
-        module = sys.modules[f"coremltools.models.{name}"]
-        monkeypatch.setattr(module, "_MLModelProxy", binding._MLModelProxy)
     return mac
 
 
@@ -202,39 +185,6 @@ def test_the_text_is_the_same_whatever_the_worker_answers(tools, tiny_pair, plai
     else:
         assert "failed" not in answer.stats.reason
     assert all(map(is_gone, processes))
-
-
-def test_a_worker_that_is_slow_beyond_its_deadline_is_ended(tools, tiny_pair, plain_ids):
-    def slow(_):
-        tools.order(slow_s=600)
-        return open_process(tiny_pair / "drafter", tiny_pair / "verifier", accepted("pyobjc"))
-
-    deadline = Deadline(floor_s=2.0, first_s=2.0)
-    options = Options(max_tokens=24, strategy="sequential")
-    engine = open_here(tiny_pair, drafter=slow, deadline=deadline)
-    with engine, engine.session() as session:
-        texts, reasons, until_s = set(), "", time.monotonic() + 60
-        while "failed" not in reasons and time.monotonic() < until_s:
-            answer = session.generate(PROMPT, options)
-            texts.add(answer.token_ids)
-            reasons += answer.stats.reason
-            time.sleep(0.5)
-    assert texts == {plain_ids}
-    assert (
-        "without the drafter since it failed: the drafter took longer than 2 s for a step; it was "
-        "started again for later answers"
-    ) in reasons
-
-
-def test_a_killed_worker_costs_nothing_but_speed(tools, tiny_pair, plain_ids):
-    def killed(_):
-        made = open_process(tiny_pair / "drafter", tiny_pair / "verifier", accepted("pyobjc"))
-        os.kill(made.process_id, signal.SIGKILL)
-        return made
-
-    with open_here(tiny_pair, drafter=killed) as engine:
-        answer = engine.generate(PROMPT, Options(max_tokens=24, strategy="pipelined"))
-    assert answer.token_ids == plain_ids
 
 
 def shared_memory() -> set[str]:

@@ -13,6 +13,7 @@ from applemac import MAC_ONLY, lines
 LEAST_PERCENT = 95.0
 NEEDED = (  # the modules whose tests do it
     "test_energy",
+    "test_fault_matrix",
     "test_on_a_mac",
     "test_probe",
     "test_pyobjc",
