@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import tiny
 from applemac import counted, mac, tools_here  # noqa: F401  # fixtures
+from commandline import Run, runner
 
 from ondevice import blas
 from ondevice.calibration import Calibration
@@ -138,3 +139,23 @@ def mlx_lm(tiny_pair: Path, engine: Engine) -> MlxLmPlain:
     from ondevice.apps.baselines import MlxLmPlain  # brings MLX
 
     return MlxLmPlain(tiny_pair / "verifier", engine.model.end_tokens)
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command, in this process; see `commandline`."""
+    return runner(capfd, monkeypatch)
+
+
+@pytest.fixture
+def speculating(tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny pair as `profile` opens it, with a drafter that is right in 8 of 10 places."""
+    from profiling import open_given
+
+    from ondevice.apps import profile
+    from ondevice.costs import StepCosts
+
+    # Costs stay as given: the tiny verifier is so quick that no draft would be worth its time.
+    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
+    monkeypatch.setattr(profile, "open_engine", lambda _: open_given(tiny_pair, 0.8))
+    return tiny_pair

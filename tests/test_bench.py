@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commandline import Run, assert_one_line, runner
+from commandline import Run, assert_one_line
 from faulty import open_tiny, other_token
 from givenquality import GivenQualityDrafter
 from rich.console import Console
@@ -139,11 +139,6 @@ def rendered(outcome: Outcome, width: int = 120) -> str:
     print_outcome(outcome, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(capfd, monkeypatch)
 
 
 def test_json_is_one_object(run: Run, tiny_pair: Path) -> None:

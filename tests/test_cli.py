@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import pytest
 import tiny
-from commandline import COMMAND, Run, assert_one_line, runner
+from commandline import COMMAND, Run, assert_one_line
 
 from ondevice.apps import chat as chat_command
 from ondevice.apps.failures import say
@@ -22,11 +22,6 @@ from ondevice.corpus import MOST_BYTES
 from ondevice.errors import UnitFailed
 from ondevice.models.pairs import default_pair
 from ondevice.schedule import STRATEGIES
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(capfd, monkeypatch)
 
 
 @pytest.fixture

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 import tiny
-from commandline import Run, assert_one_line, runner
+from commandline import Run, assert_one_line
 
 from ondevice.artifact import DrafterManifest, file_sha256
 from ondevice.converters import pair as pair_module
 from ondevice.converters.checkpoint import Checkpoint
 from ondevice.probereport import ProbeReport
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(capfd, monkeypatch)
 
 
 def test_a_pair_is_shown_whole(run: Run, tiny_pair: Path, tiny_checkpoint: Checkpoint) -> None:

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commandline import Run, runner
-from profiling import open_given
+from commandline import Run
 
 from ondevice.apps import profile as profile_command
 from ondevice.apps.failures import INTERRUPTED
@@ -24,21 +23,7 @@ from ondevice.apps.questions import Question
 from ondevice.apps.race import Spread, Task
 from ondevice.apps.sides import Arrival
 from ondevice.apps.sides import Run as Answered
-from ondevice.costs import StepCosts
 from ondevice.errors import BadRequest
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(capfd, monkeypatch)
-
-
-@pytest.fixture
-def speculating(tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The tiny pair with a good drafter, and costs that let it draft."""
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
-    monkeypatch.setattr(profile_command, "open_engine", lambda _: open_given(tiny_pair, 0.8))
-    return tiny_pair
 
 
 @pytest.mark.parametrize("text", ["", "0", "33", "1,,2", "a"])

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commandline import Run, assert_one_line, runner
+from commandline import Run, assert_one_line
 from profiling import PROMPTS, TOKENS, open_given
 from rich.console import Console
 
@@ -16,23 +16,8 @@ from ondevice.apps.figures import EVERY
 from ondevice.apps.profiletable import print_report
 from ondevice.apps.published import published_questions
 from ondevice.apps.report import Report, json_schema, read_report
-from ondevice.costs import StepCosts
 
 DOMAINS = ["code", "summary", "chat", "translation", "maths", "extraction"]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(capfd, monkeypatch)
-
-
-@pytest.fixture
-def speculating(tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The tiny pair with a drafter that is right in 8 of 10 places, and costs that let it draft."""
-    # Costs stay as given: the tiny verifier is so quick that no draft would be worth its time.
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
-    monkeypatch.setattr(profile_command, "open_engine", lambda _: open_given(tiny_pair, 0.8))
-    return tiny_pair
 
 
 # What it measures

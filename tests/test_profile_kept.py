@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commandline import COMMAND, Run, assert_one_line, runner
+from commandline import COMMAND, Run, assert_one_line
 from faulty import open_tiny
 
 from ondevice.apps import profile as profile_command
@@ -22,11 +22,6 @@ from ondevice.apps.report import read_report
 from ondevice.apps.sides import OurSide, our_sides
 from ondevice.engine import Engine
 from ondevice.errors import UnitFailed
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(capfd, monkeypatch)
 
 
 class Interrupting:

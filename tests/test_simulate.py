@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from commandline import Run, assert_one_line, runner
+from commandline import Run, assert_one_line
 from rich.console import Console
 from test_sweep import EvenText
 
@@ -28,11 +28,6 @@ from ondevice.simulate import simulate
 
 EIGHT, TWELVE = 0, 2
 """Rows of DESIGN."""
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(capfd, monkeypatch)
 
 
 # Demands

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import Run, assert_one_line, runner
+from commandline import Run, assert_one_line
 
 from ondevice.apps.sweep import World
 from ondevice.costs import CostModel, CostPoint, CostTable, table_from
@@ -185,11 +185,6 @@ def test_a_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 # From a real run to the table
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    return runner(capfd, monkeypatch)
 
 
 def test_a_bench_is_recorded_and_replayed(run: Run, tiny_pair: Path, tmp_path: Path) -> None:
