@@ -1,8 +1,9 @@
 """Has the drafter got worse? A saved profile against a new one, with confidence intervals.
 
 Two rates are compared, by domain and over all: how often the drafter's first choice was right, and
-how many draft tokens were accepted. The first one decides: it does not depend on how many rows the
-policy put before the verifier, which the machine's load changes. Only strategies under which the
+how many draft tokens were accepted. The first one decides: the second depends on how many rows the
+policy put before the verifier, which the machine's load changes; the first one only on which places
+of the text the drafter had come to. Only strategies under which the
 drafter drafted in both profiles are counted; `auto` where there is no other, since it drafts where
 that pays at the moment.
 
@@ -10,9 +11,9 @@ Tokens of one answer are not independent, prompts are. So a rate is a ratio of s
 and its variance is that of the prompts' residuals (Cochran 1977, Sampling Techniques, chapter 6:
 ratio estimator). Prompts that both profiles have are compared with themselves, in pairs, which
 takes away what makes prompts differ; where one profile has more of them, those that both have, if
-they are half of the fewer. A single prompt has no variance to measure: there tokens count as
-independent. Intervals are Student's. Half of the 5 % of false alarms is for all prompts together,
-the other half for the domains, each of which has an equal part of it (Bonferroni).
+they are half of the fewer. Fewer than LEAST_PROMPTS tell nothing. Intervals are Student's. In 5 %
+of all comparisons one of them misses the truth, on either side: half of that is for all prompts
+together, the other half for the domains, each of which has an equal part of it (Bonferroni).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from ondevice.apps.report import Report
 
 CONFIDENCE = 0.95
 FIRST_CHOICE, ACCEPTED = "first choice right", "draft tokens accepted"
+LEAST_PROMPTS = 4
+"""With fewer, tokens of the same few answers would pass for evidence."""
 LEAST_FALL = 0.01
 """A smaller one is not worth a distillation, however sure it is."""
 Counts = tuple[int, int]
@@ -38,7 +41,7 @@ Counts = tuple[int, int]
 class Change:
     """One rate of one domain. then, now: counts. low, high: interval of the difference of rates.
 
-    prompts: how many; paired: whether they are the same ones.
+    prompts: how many, of the profile that has fewer; paired: whether they are the same ones.
     """
 
     what: str
@@ -73,6 +76,8 @@ class Change:
     @property
     def verdict(self) -> str:
         """In words."""
+        if self.prompts < LEAST_PROMPTS:
+            return "too few prompts to tell"
         if self.fell:
             return "FELL"
         if self.lower or self.higher:
@@ -114,10 +119,10 @@ def drift(then: Report, now: Report) -> Drift:
     for domain in domains:
         old, new = _by_question(then, domain, strategies), _by_question(now, domain, strategies)
         for what, counts in ((FIRST_CHOICE, _right), (ACCEPTED, _accepted)):
-            pair = counts(old), counts(new)
-            if all(sum(total for _, total in side.values()) for side in pair):
-                tests = 2 * (len(domains) - 1) if domain != EVERY else min(2, len(domains))
-                changes.append(_change(what, domain, *pair, tests))
+            tests = 2 * (len(domains) - 1) if domain != EVERY else min(2, len(domains))
+            change = _change(what, domain, counts(old), counts(new), tests)
+            if change is not None:
+                changes.append(change)
     return Drift(tuple(changes), tuple(_notes(then, now)))
 
 
@@ -149,20 +154,26 @@ def _accepted(drafts: Mapping[str, Drafts]) -> dict[str, Counts]:
 
 def _change(
     what: str, domain: str, then: Mapping[str, Counts], now: Mapping[str, Counts], tests: int
-) -> Change:
+) -> Change | None:
+    """None where one of them has nothing to count."""
     common = then.keys() & now.keys()
     if paired := 2 * len(common) >= min(len(then), len(now)):
         then, now = ({question: side[question] for question in common} for side in (then, now))
     before, after = _total(then), _total(now)
+    if not (before[1] and after[1]):
+        return None
+    prompts = min(len(then), len(now))
     difference = after[0] / after[1] - before[0] / before[1]
-    error, freedom = _error(then, now, paired)
-    width = student(1 - (1 - CONFIDENCE) / 2 / tests, freedom) * error
+    width = math.inf
+    if prompts >= LEAST_PROMPTS:
+        quantile = student(1 - (1 - CONFIDENCE) / 2 / tests, prompts - 1)
+        width = quantile * _error(then, now, paired)
     return Change(
         what=what,
         domain=domain,
         then=before,
         now=after,
-        prompts=len(then.keys() | now.keys()),
+        prompts=prompts,
         paired=paired,
         low=max(-1.0, difference - width),
         high=min(1.0, difference + width),
@@ -173,18 +184,12 @@ def _total(counts: Mapping[str, Counts]) -> Counts:
     return sum(right for right, _ in counts.values()), sum(all_ for _, all_ in counts.values())
 
 
-def _error(
-    then: Mapping[str, Counts], now: Mapping[str, Counts], paired: bool
-) -> tuple[float, float]:
-    """Standard error of the difference, and its degrees of freedom."""
-    if min(len(then), len(now)) < 2:
-        return math.sqrt(_binomial(_total(then)) + _binomial(_total(now))), math.inf
+def _error(then: Mapping[str, Counts], now: Mapping[str, Counts], paired: bool) -> float:
+    """Standard error of the difference."""
     before, after = _residuals(then), _residuals(now)
     if paired:
-        both = [after[question] - before[question] for question in before]
-        return math.sqrt(_sum_variance(both)), len(both) - 1
-    variances = _sum_variance(list(before.values())) + _sum_variance(list(after.values()))
-    return math.sqrt(variances), min(len(before), len(after)) - 1
+        return math.sqrt(_sum_variance([after[question] - before[question] for question in before]))
+    return math.sqrt(_sum_variance([*before.values()]) + _sum_variance([*after.values()]))
 
 
 def _residuals(counts: Mapping[str, Counts]) -> dict[str, float]:
@@ -198,23 +203,12 @@ def _sum_variance(parts: Sequence[float]) -> float:
     return sum(part**2 for part in parts) * len(parts) / (len(parts) - 1)
 
 
-def _binomial(counts: Counts) -> float:
-    """Variance of a rate of independent tokens; Agresti and Coull's, which is never 0."""
-    right, total = counts[0] + 2, counts[1] + 4
-    return right / total * (1 - right / total) / total
+def student(probability: float, freedom: int) -> float:
+    """Quantile of Student's t for `freedom` degrees of freedom, 3 or more.
 
-
-def student(probability: float, freedom: float) -> float:
-    """Quantile of Student's t; `freedom` degrees of freedom, 1 or more, inf for the normal one.
-
-    Exact for 1 and 2; else the expansion of Abramowitz and Stegun 26.7.5, off by 0.5 % at 3 degrees
-    and a probability of 0.975.
+    The expansion of Abramowitz and Stegun 26.7.5; off by 0.5 % at 3 degrees and a probability of
+    0.975, by 1.7 % at 0.998.
     """
-    if freedom <= 1:
-        return math.tan(math.pi * (probability - 0.5))
-    if freedom <= 2:
-        side = 2 * probability - 1
-        return side * math.sqrt(2 / (1 - side**2))
     x = NormalDist().inv_cdf(probability)
     terms = (
         x,
@@ -223,7 +217,7 @@ def student(probability: float, freedom: float) -> float:
         (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
         (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
     )
-    return sum(term / freedom**power for power, term in enumerate(terms))
+    return sum(term / float(freedom) ** power for power, term in enumerate(terms))
 
 
 def _notes(then: Report, now: Report) -> list[str]:
@@ -274,11 +268,11 @@ def drift_lines(drift: Drift) -> list[str]:
 def _as_good(over_all: Change) -> str:
     """What can be said where nothing fell: no more than its interval allows."""
     unseen = over_all.difference - over_all.low
-    if unseen >= over_all.then[0] / over_all.then[1]:
+    if over_all.prompts < LEAST_PROMPTS or unseen >= over_all.then[0] / over_all.then[1]:
         return "so few prompts cannot tell whether the drafter got worse: profile more of them"
-    return (
-        "the drafter is as good as it was; with so many prompts a fall of less than "
-        f"{100 * unseen:.0f} points would not show"
+    seen = f"a fall of less than {100 * unseen:.0f} points would not show"
+    return "no sign that the drafter got worse" + (
+        f"; with so many prompts {seen}" if unseen else ""
     )
 
 

@@ -306,8 +306,8 @@ def by_proposer(records: Sequence[StepRecord]) -> dict[str, ProposerCount]:
 def _by_question(runs: Iterable[Measured]) -> dict[str, Drafts]:
     found: dict[str, Drafts] = {}
     for each in runs:
-        question = each.task.question.id
-        found[question] = found.get(question, Drafts()) + Drafts.of(each.run.records)
+        key = each.task.question.key
+        found[key] = found.get(key, Drafts()) + Drafts.of(each.run.records)
     return found
 
 

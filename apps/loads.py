@@ -57,11 +57,11 @@ def read_sessions(text: str) -> tuple[int, ...]:
 
 
 LEAST_PROMPTS = 6
-"""Answered at every load: where fewer sessions run at once, they take more rounds."""
+"""Answered at every load at least: where fewer sessions run at once, they take more rounds."""
 
 
 def rounds_at(sessions: int, loads: Sequence[int]) -> int:
-    """Rounds of `sessions` prompts that are measured, once; every load answers the same prompts."""
+    """Rounds of `sessions` prompts that are measured, once: at least LEAST_PROMPTS prompts."""
     return ceil(max(LEAST_PROMPTS, *loads) / sessions)
 
 
@@ -77,19 +77,27 @@ def measure_loads(
     max_tokens: int,
     repeats: int,
     on_answer: Callable[[], None] = lambda: None,
+    deadline: float | None = None,
 ) -> Iterator[list[LoadFigures]]:
     """The figures of every side, for one number of sessions after the other; sides in turn.
 
+    deadline: on `time.monotonic`; no round of all sides begins that would not be over by then, were
+    it as slow as the slowest so far, and a load whose rounds are not all done has no figures.
     Raises what a side raises.
     """
+    slowest = 0.0
     for count in loads:
         rounds: dict[str, list[tuple[float, list[Run]]]] = {side.name: [] for side in sides}
         for turn in range(rounds_at(count, loads) * repeats):
+            began = time.monotonic()
+            if deadline is not None and began + slowest > deadline:
+                return
             prompts = [tasks[(turn * count + place) % len(tasks)] for place in range(count)]
             for side in rotated(sides, turn):
                 rounds[side.name].append(at_once(side, prompts, max_tokens))
                 for _ in prompts:
                     on_answer()
+            slowest = max(slowest, time.monotonic() - began)
         plain = [rate for rate, _ in rounds.get(REFERENCE, [])]
         yield [_figures(count, side.name, rounds[side.name], plain) for side in sides]
 

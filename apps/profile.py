@@ -36,6 +36,7 @@ QUICK_STRATEGIES = ("plain", "auto", "pipelined", "weightless")
 QUICK_PROMPTS, QUICK_TOKENS, QUICK_SECONDS = 6, 32, 165.0
 """Of `--quick`, which is to be over in 3 minutes: no turn of all strategies begins that would take
 longer, were it as slow as the slowest before it."""
+QUICK_OVER = "the time of --quick was over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def run(request: Request) -> int:
         collected = collect(sides, tasks, plan.load, deadline)
         loads: list[LoadFigures] = []
         if plan.sessions and collected.trouble is None:
-            loads, collected = _loads(sides, tasks, plan, collected)
+            loads, collected = _loads(sides, tasks, plan, collected, deadline)
         report = make_report(engine, request.pair, plan.load, collected, plan.absent | left_out)
         report = report.model_copy(update={"loads": tuple(loads)})
     drifted = drift(plan.old, report) if plan.old is not None else None
@@ -155,19 +156,20 @@ def _plan(request: Request) -> Plan:
     questions = of_domains(questions, request.domains)
     limit, max_tokens = request.limit, request.max_tokens
     if request.quick:
-        limit = min(limit or QUICK_PROMPTS, QUICK_PROMPTS)
+        limit = QUICK_PROMPTS if limit is None else min(limit, QUICK_PROMPTS)
         max_tokens = min(max_tokens, QUICK_TOKENS)
     load = Load(spread(questions, limit), max_tokens, request.repeats).checked()
     sessions = read_sessions(request.sessions) if request.sessions is not None else ()
-    _check_paths(request.outputs.paths, request.prompts)
+    _check_paths(request)
     old = read_report(request.compare) if request.compare is not None else None
     return Plan(load, strategies, sessions, absent, old)
 
 
-def _check_paths(outputs: Sequence[Path], prompts: Path | None) -> None:
+def _check_paths(request: Request) -> None:
     """Raises BadRequest for files that cannot be written, or of which one would replace another."""
-    taken = {} if prompts is None else {os.path.realpath(prompts): "the prompts"}
-    for path in outputs:
+    inputs = ((request.prompts, "the prompts"), (request.compare, "the profile to compare with"))
+    taken = {os.path.realpath(path): what for path, what in inputs if path is not None}
+    for path in request.outputs.paths:
         require_file_name(path)
         place = os.path.realpath(path)
         if place in taken:
@@ -216,7 +218,7 @@ def collect(
     turn_began, slowest = time.monotonic(), 0.0
     answers = racing(sides, tasks, load.max_tokens, load.repeats)
     try:
-        with counting("profile", planned, left=True) as count:
+        with counting("profile", planned, left=True, deadline=deadline) as count:
             for each in answers:
                 measured.append(each)
                 count()
@@ -230,28 +232,43 @@ def collect(
         if not measured:
             raise
         why = "interrupted" if isinstance(trouble, KeyboardInterrupt) else str(trouble)
-        return Collected(measured, planned, why, trouble)
-    stopped = "" if len(measured) == planned else "the time of --quick was over"
+        whole = len(measured) - len(measured) % len(sides)  # all sides have the same prompts
+        return Collected(measured[:whole] or measured, planned, why, trouble)
+    stopped = "" if len(measured) == planned else QUICK_OVER
     return Collected(measured, planned, stopped)
 
 
 def _loads(
-    sides: Sequence[OurSide], tasks: Sequence[Task], plan: Plan, collected: Collected
+    sides: Sequence[OurSide],
+    tasks: Sequence[Task],
+    plan: Plan,
+    collected: Collected,
+    deadline: float | None,
 ) -> tuple[list[LoadFigures], Collected]:
-    """The concurrency profile; ended early, the loads that were finished are kept."""
+    """The concurrency profile; ended early, the loads that were finished are kept.
+
+    deadline: as `collect` has it, for rounds of all sides.
+    """
     load = plan.load
     found: list[LoadFigures] = []
     total = sum(answers_at(count, plan.sessions, load.repeats) for count in plan.sessions)
     try:
-        with counting("profile", len(sides) * total, "answers under load", left=True) as count:
+        with counting(
+            "profile", len(sides) * total, "answers under load", left=True, deadline=deadline
+        ) as count:
             for figures in measure_loads(
-                sides, tasks, plan.sessions, load.max_tokens, load.repeats, on_answer=count
+                *(sides, tasks, plan.sessions, load.max_tokens, load.repeats),
+                on_answer=count,
+                deadline=deadline,
             ):
                 found += figures
     except (KeyboardInterrupt, OnDeviceError) as trouble:
         interrupted = isinstance(trouble, KeyboardInterrupt)
         why = "interrupted in the concurrency profile" if interrupted else str(trouble)
         return found, Collected(collected.measured, collected.planned, why, trouble)
+    if len(found) < len(sides) * len(plan.sessions):
+        why = f"{QUICK_OVER} before the concurrency profile was"
+        return found, Collected(collected.measured, collected.planned, why)
     return found, collected
 
 

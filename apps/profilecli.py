@@ -18,7 +18,7 @@ from ondevice.apps.options import (
 from ondevice.schedule import STRATEGIES
 
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="One prompt a domain, 32 tokens; within 3 minutes.")
+    bool, typer.Option("--quick", help="Six prompts, of all domains, 32 tokens; within 3 minutes.")
 ]
 PublishedOption = Annotated[
     bool,

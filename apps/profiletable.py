@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -25,13 +26,15 @@ HEADINGS = (
     "tree\nkept",
     "text\nas plain",
 )
+SPEED_HEADINGS = 4
+"""So many of them make a table of their own where all do not fit beside each other."""
 DEPTHS_SHOWN = 8
 MIB = 1024 * 1024
 
 
 def print_report(report: Report, console: Console) -> None:
     """Every table that has something to show, then what was left out and why."""
-    console.print(_main_table(report))
+    _print_main(report, console)
     for title, table in (
         ("where the time went, share of decoding", _busy_table(report)),
         ("draft tokens accepted, by depth below the root", _depth_table(report)),
@@ -58,13 +61,25 @@ def _table(*headings: str, left: int = 1) -> Table:
     return table
 
 
-def _main_table(report: Report) -> Table:
-    table = _table("", "", *HEADINGS, left=2)
+def _print_main(report: Report, console: Console) -> None:
+    """One table, or its two halves below each other on a narrow terminal."""
+    whole = _main_table(report, slice(None))
+    unbound = console.options.update(max_width=sys.maxsize)
+    if console.measure(whole, options=unbound).maximum <= console.width:
+        console.print(whole)
+        return
+    console.print(_main_table(report, slice(SPEED_HEADINGS)))
+    console.print()
+    console.print(_main_table(report, slice(SPEED_HEADINGS, None)))
+
+
+def _main_table(report: Report, shown: slice) -> Table:
+    table = _table("", "", *HEADINGS[shown], left=2)
     for strategy in report.strategies:
         found = [each for each in report.figures if each.strategy == strategy]
         for each in found:
             name = strategy if each is found[0] else ""
-            table.add_row(name, each.domain, *_cells(each))
+            table.add_row(name, each.domain, *_cells(each)[shown])
     return table
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,11 @@ class Question:
     id: str
     category: str
     text: str
+
+    @property
+    def key(self) -> str:
+        """What tells it from a prompt of another file with the same id."""
+        return f"{self.id} {sha256(self.text.encode()).hexdigest()[:8]}"
 
 
 class _Line(BaseModel):
