@@ -12,6 +12,7 @@ from rich.console import Console
 from ondevice import blas
 from ondevice.apps.inspect import megabytes, print_rows
 from ondevice.apps.terminal import results
+from ondevice.artifact import DRAFTER_FILE, PAIR_FILE, VERIFIER_FILE
 from ondevice.converters.plan import DrafterPlan, PairPlan, Plan, VerifierPlan, refuse_occupied
 from ondevice.converters.progress import Reporter
 from ondevice.converters.source import find_source
@@ -47,7 +48,7 @@ def convert_drafter(
 ) -> None:
     """Make a drafter of SOURCE, for the verifier folder if one is given. Raises UserError."""
     reporter = _begin()
-    refuse_occupied(output.folder)
+    refuse_occupied(output.folder, DRAFTER_FILE)
     folder = None if verifier is None else Path(verifier)
     plan = _drafter_plan(find_source(source, reporter), folder, choices)
     _finish(plan, output, reporter)
@@ -56,7 +57,7 @@ def convert_drafter(
 def convert_verifier(source: str, dtype: str | None, output: Output) -> None:
     """Make a verifier of SOURCE; dtype None leaves its weights as they are. Raises UserError."""
     reporter = _begin()
-    refuse_occupied(output.folder)
+    refuse_occupied(output.folder, VERIFIER_FILE)
     _finish(VerifierPlan.of(find_source(source, reporter), dtype), output, reporter)
 
 
@@ -65,7 +66,7 @@ def convert_pair(
 ) -> None:
     """Make a verifier and a drafter for it, as one pair. Raises UserError."""
     reporter = _begin()
-    refuse_occupied(output.folder)
+    refuse_occupied(output.folder, PAIR_FILE)
     first = VerifierPlan.of(find_source(verifier, reporter), dtype)
     second = _drafter_plan(find_source(drafter, reporter), None, choices)
     _finish(PairPlan.of(first, second), output, reporter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -98,7 +99,8 @@ def run(request: Request) -> None:
         require_file_name(request.report)
     found = examine(request)
     if request.report is not None:
-        write_report(request.report, lambda console: print_examination(found, console))
+        hidden = request.pair if os.sep in request.pair else ""
+        write_report(request.report, lambda console: print_examination(found, console), hidden)
     if request.as_json:
         print(json.dumps(as_json(found)), flush=True)
     else:

@@ -165,19 +165,26 @@ def verdict_line(report: ProbeReport) -> str:
 # The report
 
 
-def write_report(path: Path, page: Callable[[Console], None]) -> None:
+def write_report(path: Path, page: Callable[[Console], None], hidden: str = "") -> None:
     """The page as text without anything that tells whose machine it is.
 
-    Raises BadRequest where it cannot be written.
+    hidden: a path as the user typed it. Raises BadRequest where the page cannot be written.
     """
     text = io.StringIO()
     page(Console(file=text, width=100, no_color=True, highlight=False, markup=False))
-    write_lines(path, (line.rstrip() for line in anonymous(text.getvalue()).splitlines()))
+    shown = anonymous(text.getvalue(), hidden)
+    write_lines(path, (line.rstrip() for line in shown.splitlines()))
 
 
-def anonymous(text: str) -> str:
-    """The text without paths, this user's name and this machine's."""
-    text = re.sub(r"(?<![\w:/])~?(?!/sys/)(?:/[\w.@+~=-]+){2,}/?", "(a path)", text)
+def anonymous(text: str, hidden: str = "") -> str:
+    """The text without paths, `hidden` among them, this user's name and this machine's.
+
+    What has a single slash is taken for a path only as `hidden`: "tok/s" is none.
+    """
+    if hidden:
+        text = re.sub(rf"{re.escape(hidden)}(?:/[\w.@+~=-]+)*", "(a path)", text)
+    part = r"[\w.@+~=-]+"
+    text = re.sub(rf"(?<![\w.@+~=:/-])(?!/sys/)(?:{part})?(?:/{part}){{2,}}/?", "(a path)", text)
     names = {platform.node(), Path.home().name}
     with suppress(KeyError, OSError):
         names.add(getpass.getuser())

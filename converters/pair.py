@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ondevice.artifact import (
     VerifierManifest,
     file_sha256,
     replacing,
+    sweep,
 )
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.download import fetch_weights
@@ -112,8 +112,8 @@ def _prepare_known(name: str, reporter: Reporter, rebuild: bool) -> Path:
 def _build(name: str, pair: Pair, folder: Path, reporter: Reporter, rebuild: bool) -> None:
     """Make what is missing. The home's lock is held, so what is half-made is nobody's."""
     make_writable(folder)
-    for stale in folder.glob(".*.*"):
-        shutil.rmtree(stale, ignore_errors=True)
+    for name in (VERIFIER_FOLDER, DRAFTER_FOLDER, PAIR_FILE):
+        sweep(folder / name)
     checkpoint = open_checkpoint(fetch_weights(pair.source, downloads_folder(), reporter))
     # Taken away first and written last: parts of two recipes are never seen as one pair.
     (folder / PAIR_FILE).unlink(missing_ok=True)

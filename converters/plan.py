@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ondevice.artifact import (
     VerifierManifest,
     check_tokenizer,
     replacing,
+    sweep,
 )
 from ondevice.converters.adopted import adopt_verifier, check_family, stored_dtype
 from ondevice.converters.checkpoint import Checkpoint, matrix_shapes, open_checkpoint
@@ -38,7 +38,6 @@ from ondevice.models.drafter_weights import head_partition
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SMALL_FILES = 20_000_000  # tokenizer, configuration, manifest and graph
-_ESTIMATED_CONTEXT = 4096
 
 Section = tuple[str, dict[str, str]]
 
@@ -64,15 +63,21 @@ class Plan(Protocol):
         ...
 
 
-def refuse_occupied(folder: Path) -> None:
-    """BadRequest unless `folder` is free, empty, or holds an artifact that may be replaced."""
-    marks = (PAIR_FILE, VERIFIER_FILE, DRAFTER_FILE)
+def refuse_occupied(folder: Path, mark: str) -> None:
+    """BadRequest unless `folder` is free, empty, or an artifact of the same kind, to be replaced.
+
+    mark: the manifest's name, which tells the kind.
+    """
     if folder.is_dir() and any(folder.iterdir()):
-        if not any((folder / mark).is_file() for mark in marks):
-            raise BadRequest(
-                f"{folder} is not empty and is no artifact of ours; give a new folder, or empty it"
-            )
-    elif folder.exists() and not folder.is_dir():
+        if (folder / mark).is_file():
+            return
+        kinds = {PAIR_FILE: "a pair", VERIFIER_FILE: "a verifier", DRAFTER_FILE: "a drafter"}
+        found = next((kind for each, kind in kinds.items() if (folder / each).is_file()), None)
+        what = f"holds {found}" if found else "is not empty and is no artifact of ours"
+        raise BadRequest(
+            f"{folder} {what}; expected {kinds[mark]} to replace, or a new or empty folder"
+        )
+    if folder.exists() and not folder.is_dir():
         raise BadRequest(f"{folder} is a file, not a folder; give a new folder")
 
 
@@ -81,8 +86,7 @@ def _writing(folder: Path, disk_bytes: int, reporter: Reporter) -> Iterator[Path
     """`replacing`, once there is room and nobody else converts; what a killed run left goes."""
     with locked(home_folder(), lambda: reporter.say("Waiting for another conversion to finish")):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for stale in folder.parent.glob(f".{folder.name}.*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        sweep(folder)
         require_space(folder.parent, disk_bytes)
         with replacing(folder) as scratch:
             yield scratch

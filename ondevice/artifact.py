@@ -298,6 +298,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_SCRATCH = (
+    ".ondevice-new"  # ends the name of a scratch folder, so that no other one is taken for it
+)
+_ASIDE = "old"
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary path beside `target` that takes its place when the block ends without an error.
@@ -308,10 +314,10 @@ def replacing(target: Path) -> Iterator[Path]:
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        scratch = Path(tempfile.mkdtemp(_SCRATCH, f".{target.name}.", target.parent))
     except OSError as error:
         raise unwritable(target, error) from error
-    fresh, aside = scratch / "new" / target.name, scratch / "old"
+    fresh, aside = scratch / "new" / target.name, scratch / _ASIDE
     try:
         fresh.parent.mkdir()
         yield fresh
@@ -324,6 +330,20 @@ def replacing(target: Path) -> Iterator[Path]:
         # An old artifact that could not be moved back is kept: nothing else has its content.
         stranded = os.path.lexists(aside) and not os.path.lexists(target)
         shutil.rmtree(fresh.parent if stranded else scratch, ignore_errors=True)
+
+
+def sweep(target: Path) -> None:
+    """Take away what killed runs of `replacing` left beside `target`.
+
+    An old artifact that a kill left only there goes back to its place. The caller holds a lock:
+    nobody else is writing `target`.
+    """
+    for name in os.listdir(target.parent):
+        if name.startswith(f".{target.name}.") and name.endswith(_SCRATCH):
+            scratch = target.parent / name
+            if os.path.lexists(scratch / _ASIDE) and not os.path.lexists(target):
+                (scratch / _ASIDE).rename(target)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _take_place(fresh: Path, target: Path, aside: Path) -> None:

@@ -6,6 +6,7 @@ While one is lent, the lines of the product's Mac-only code that run in this pro
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,12 @@ from coverage import Coverage
 from ondevice.home import HOME_VARIABLE
 
 STANDINS = Path(__file__).parent / "mac"
+FAULTS = {
+    name
+    for file in STANDINS.rglob("*.py")
+    for name in re.findall(r'fault\("(\w+)"', file.read_text(encoding="utf-8"))
+}
+"""What can go wrong on it."""
 MODULES = (
     "objc",
     "Foundation",
@@ -43,6 +50,7 @@ class AppleMac:
 
     def order(self, **faults: Any) -> None:
         """These faults and no others, from now on."""
+        assert faults.keys() <= FAULTS, f"no stand-in knows {faults.keys() - FAULTS}"
         self._patch.setenv("ONDEVICE_TEST_MAC_FAULTS", json.dumps(faults))
 
     def module(self, name: str) -> Any:

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.artifact import PairManifest, VerifierManifest, check_tokenizer, replacing, unwritable
+from ondevice import artifact
+from ondevice.artifact import (
+    PairManifest,
+    VerifierManifest,
+    check_tokenizer,
+    replacing,
+    sweep,
+    unwritable,
+)
 from ondevice.errors import ArtifactError, CacheUnwritable
 from ondevice.home import make_writable
 
@@ -65,6 +73,47 @@ def test_a_result_that_cannot_be_moved_leaves_the_old_folder(
     with pytest.raises(CacheUnwritable, match="cannot write"), replacing(target) as fresh:
         mounted(folder_with(fresh, "after"))
     assert (target / "content").read_text() == "before"
+
+
+class Killed(BaseException):
+    """Ends a process without its cleaning up, as far as a test can."""
+
+
+def killed_while_replacing(target: Path, monkeypatch: pytest.MonkeyPatch, moves: int) -> None:
+    """What is left when a kill comes after so many renames of an old folder and a new one."""
+
+    def kill(fresh: Path, to: Path, aside: Path) -> None:
+        if moves:
+            to.rename(aside)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact, "_take_place", kill)
+        patch.setattr(artifact.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed), replacing(target) as fresh:
+            folder_with(fresh, "after")
+
+
+@pytest.mark.parametrize("moves", [0, 1])
+def test_sweeping_brings_an_old_artifact_back_and_leaves_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
+) -> None:
+    target = folder_with(tmp_path / "pair", "before")
+    killed_while_replacing(target, monkeypatch, moves)
+    assert target.exists() == (moves == 0)
+    assert len(list(tmp_path.iterdir())) == 2 - moves
+    sweep(target)
+    assert (target / "content").read_text() == "before"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("name", ["pair", "*", "[a-z]*", "?"])
+def test_sweeping_leaves_folders_of_others_alone(tmp_path: Path, name: str) -> None:
+    others = {
+        folder_with(tmp_path / other, "mine") for other in (".pair.backup", ".pair.d", ".ssh")
+    }
+    sweep(tmp_path / name)
+    assert set(tmp_path.iterdir()) == others
 
 
 def test_a_folder_that_cannot_be_moved_aside_is_kept(

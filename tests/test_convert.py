@@ -250,6 +250,18 @@ def test_a_folder_that_is_somebody_elses_is_left_alone(
     assert "is not empty" in capsys.readouterr().err
 
 
+def test_an_artifact_of_another_kind_is_left_alone(
+    source: Path, tiny_pair: Path, tmp_path: Path, capsys: Any
+) -> None:
+    pair = Path(shutil.copytree(tiny_pair, tmp_path / "pair"))
+    before = sorted(path.name for path in pair.iterdir())
+    assert convert("drafter", source, "--out", pair, *SMALL) == 2
+    assert f"{pair} holds a pair; expected a drafter to replace" in capsys.readouterr().err
+    assert convert("drafter", source, "--out", pair / "verifier", *SMALL) == 2
+    assert "holds a verifier" in capsys.readouterr().err
+    assert sorted(path.name for path in pair.iterdir()) == before
+
+
 def test_a_hub_id_is_taken_from_the_cache_when_offline(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

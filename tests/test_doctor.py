@@ -311,6 +311,14 @@ def test_names_are_taken_out(monkeypatch):
     assert anonymous("ann on anns-mac.local, annual") == "(a name) on (a name), annual"
 
 
+def test_relative_paths_and_the_one_that_was_typed_are_hidden_too() -> None:
+    assert anonymous("pair clients/acme/pair/drafter has no weights") == (
+        "pair (a path) has no weights"
+    )
+    said = anonymous("where acme/pair runs: 12 tok/s, acme/pair/drafter/x.bin", "acme/pair")
+    assert said == "where (a path) runs: 12 tok/s, (a path)"
+
+
 def test_a_wrong_pair_is_the_users_mistake(run, tmp_path: Path) -> None:
     assert_one_line(run("doctor", "no-such-pair"), 2, "no-such-pair")
     assert_one_line(run("doctor", tmp_path), 2, "is no pair: expected pair.json in it")

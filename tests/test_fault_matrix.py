@@ -127,8 +127,8 @@ OPENING = {
         "the CPU and 47 others)",
     ),
     "plan says CPU for some ops": (
-        {"on_cpu": ["ios18.layer_norm"]},
-        "drafter: Core ML on the Neural Engine, through PyObjC (#% of the cost by Core ML's plan)",
+        {"on_cpu": ["ios18.concat"]},
+        "drafter: Core ML on the Neural Engine, through PyObjC (9#% of the cost by Core ML's plan)",
     ),
     "no plan": (
         {"plan": "error"},
