@@ -159,7 +159,10 @@ def _weight_count(package: Package) -> int:
 
 
 def _step_sizes(row_counts: Sequence[int], context: int, single: int) -> list[int]:
-    """A full and a partly filled step of each row count, `single` of one row; at most `context`."""
+    """Two steps of each row count, the smaller one partly filled, `single` of one row or two.
+
+    At most 12 of its rows are used, and `context` positions in all: emulated ones take their time.
+    """
     sizes = []
     for rows in sorted(row_counts, reverse=True):
         full = min(rows, 12)

@@ -216,10 +216,10 @@ def test_a_part_that_an_interrupted_run_did_not_finish_is_made_again(
 ) -> None:
     folder = prepare_pair("tiny", quiet=True)
     (folder / damage).unlink()
-    (folder / ".drafter.left").mkdir()
+    (folder / ".drafter.left.ondevice-new").mkdir()
     prepare_pair("tiny", quiet=True)
     assert (folder / damage).is_file()
-    assert not (folder / ".drafter.left").exists()
+    assert not (folder / ".drafter.left.ondevice-new").exists()
 
 
 def test_a_pair_whose_verifier_has_the_old_manifest_is_made_again(known: Pair) -> None:
