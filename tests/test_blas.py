@@ -71,7 +71,7 @@ def test_without_a_library_mlx_still_works_and_the_report_says_so():
         (BlasReport(needed=False), True, "this platform's own BLAS"),
         (BlasReport(needed=True), False, "apt-get install libopenblas0-pthread"),
         (BlasReport(True, "libopenblas.so.0", 1, in_time=False), False, "has no effect"),
-        (BlasReport(True, "libopenblas.so.0", 1), True, "with 1 thread(s)"),
+        (BlasReport(True, "libopenblas.so.0", 1), True, "with 1 thread"),
     ],
 )
 def test_a_report_says_what_it_means(report, fast, advice):
