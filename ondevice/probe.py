@@ -40,7 +40,7 @@ never end (coremltools issue 2367)."""
 MIN_ANE_SHARE = 0.9
 """Of the estimated cost. A guess: each op elsewhere costs two changes of device in every step."""
 MIN_AGREEMENT = 0.98
-"""Positions whose first choice is among the emulator's first three. Measured on the default
+"""Positions whose first choice is among the emulator's first three. Measured on an earlier default
 drafter, 292 positions: 100 % when everything is computed in halves; 99.7 % with noise of 1 % of the
 largest logit on every logit, 93.5 % with 3 %."""
 MAX_ERROR = 0.1
