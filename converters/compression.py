@@ -26,7 +26,7 @@ GROUP_ROWS = 16
 """Output channels that share a palette; Apple's guide names 8 to 16 (opt-overview). Palettes of 64
 halves for 16 rows of 1,024 weights add 1 % to their 6 bits.
 
-Fewer rows help little: first choices of an early default drafter equal to those of its halves, along
+Fewer rows help little: first choices of an early default drafter equal to those of halves, along
 795 tokens of its verifier's text, with 16, 8, 4, 2 rows: 96.5, 96.0, 96.4, 97.4 % (6.1 to 6.8 bits;
 int8: 97.9 % of 8.0). Nor did rows scaled to one norm (94.6 % where this has 96.6), nor errors
 compensated by GPTQ (Frantar et al. 2023) on 3,475 tokens of our prompts (96.5 %)."""
