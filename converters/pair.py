@@ -112,8 +112,8 @@ def _prepare_known(name: str, reporter: Reporter, rebuild: bool) -> Path:
 def _build(name: str, pair: Pair, folder: Path, reporter: Reporter, rebuild: bool) -> None:
     """Make what is missing. The home's lock is held, so what is half-made is nobody's."""
     make_writable(folder)
-    for name in (VERIFIER_FOLDER, DRAFTER_FOLDER, PAIR_FILE):
-        sweep(folder / name)
+    for part in (VERIFIER_FOLDER, DRAFTER_FOLDER, PAIR_FILE):
+        sweep(folder / part)
     checkpoint = open_checkpoint(fetch_weights(pair.source, downloads_folder(), reporter))
     # Taken away first and written last: parts of two recipes are never seen as one pair.
     (folder / PAIR_FILE).unlink(missing_ok=True)

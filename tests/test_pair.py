@@ -219,6 +219,7 @@ def test_a_part_that_an_interrupted_run_did_not_finish_is_made_again(
     (folder / ".drafter.left.ondevice-new").mkdir()
     prepare_pair("tiny", quiet=True)
     assert (folder / damage).is_file()
+    assert PairManifest.read(folder / PAIR_FILE).name == "tiny"
     assert not (folder / ".drafter.left.ondevice-new").exists()
 
 
