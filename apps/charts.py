@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ondevice.apps.figures import EVERY, REFERENCE, Figures
+from ondevice.apps.figures import REFERENCE, Figures
 from ondevice.apps.report import Report
 from ondevice.apps.reported import REPORTED
 from ondevice.apps.svg import Drawing, legend, ticks
@@ -23,11 +23,6 @@ BUSY_PARTS = (
 def colour(report: Report, strategy: str) -> str:
     """The class of a strategy's marks, the same in every chart."""
     return f"c{report.strategies.index(strategy) % 8}"
-
-
-def over_all(report: Report) -> list[Figures]:
-    """Every strategy, on all prompts."""
-    return [each for each in report.figures if each.domain == EVERY]
 
 
 def speed_chart(report: Report) -> str:
@@ -101,9 +96,9 @@ def depth_chart(report: Report) -> str:
     """
     told = {
         each.strategy: [count for count in each.by_depth if count.rounds >= FEWEST_ROUNDS]
-        for each in over_all(report)
+        for each in report.over_all
     }
-    drafted = [each for each in over_all(report) if told[each.strategy]]
+    drafted = [each for each in report.over_all if told[each.strategy]]
     if not drafted:
         return ""
     deepest = max(counts[-1].depth for counts in told.values() if counts)
@@ -148,7 +143,7 @@ def busy_shares(figures: Figures) -> list[float]:
 
 def busy_chart(report: Report) -> str:
     """Where the time of decoding went, by strategy."""
-    rows = over_all(report)
+    rows = report.over_all
     height = TOP + ROW * len(rows) + BOTTOM
     draw = Drawing(WIDTH, height, "Busy time of both units, by strategy", "busy")
     for percent in range(0, 101, 25):
@@ -168,7 +163,7 @@ def busy_chart(report: Report) -> str:
 
 def energy_chart(report: Report) -> str:
     """Millijoules a token by rail and strategy; "" where no rail is known."""
-    known = [each for each in over_all(report) if each.energy_mj_per_token]
+    known = [each for each in report.over_all if each.energy_mj_per_token]
     bars = [
         (f.strategy, rail, spent_mj)
         for f in known

@@ -206,14 +206,14 @@ def bench(
 
         request = command.Request(
             pair,
-            prompts,
-            limit,
-            max_tokens,
-            repeats,
-            tuple(strategy or ()),
-            json,
-            records,
-            tuple(draft_tokens or ()),
+            prompts=prompts,
+            limit=limit,
+            max_tokens=max_tokens,
+            repeats=repeats,
+            strategies=tuple(strategy or ()),
+            as_json=json,
+            records=records,
+            draft_tokens=tuple(draft_tokens or ()),
         )
         if not command.run(request):
             raise typer.Exit(1)

@@ -6,13 +6,12 @@ medians with quartiles over prompts (a prompt's repeats count as their median); 
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-from ondevice.apps.race import Measured, Spread, Standing
+from ondevice.apps.race import Measured, Spread, Standing, rates, speed_ups
 from ondevice.records import StepRecord, UnitName
 from ondevice.spans import Busy
 from ondevice.units import UnitMemory
@@ -215,8 +214,8 @@ def figures_of(
         same_text=sum(ours == theirs for ours, theirs in compared),
         ttft_ms=standing.ttft_ms,
         prefill_ms=Spread.of(prefills),
-        decode_tok_s=Spread.of(list(_rates(runs).values())),
-        speed_up=Spread.of(list(speed_ups(runs, plain).values())),
+        decode_tok_s=Spread.of(list(rates(runs, _decode_tok_s).values())),
+        speed_up=Spread.of(list(speed_ups(runs, plain, _decode_tok_s).values())),
         rounds=len(records),
         committed=sum(record.committed for record in records),
         num_spec_steps=sum(record.drafted > 0 for record in records),
@@ -241,37 +240,12 @@ def prefill_ms(measured: Measured) -> float | None:
     return (records[0].start_ns - measured.run.start_ns) / 1e6 if records else None
 
 
-def decode_tok_s(records: Sequence[StepRecord]) -> float | None:
+def _decode_tok_s(measured: Measured) -> float | None:
     """Tokens after the first verdict, over the time from its end to the last one's end."""
-    if not records:
-        return None
-    elapsed_ns = records[-1].end_ns - records[0].end_ns
+    records = measured.run.records
+    elapsed_ns = records[-1].end_ns - records[0].end_ns if records else 0
     tokens = sum(record.committed for record in records[1:])
     return tokens / (elapsed_ns / 1e9) if elapsed_ns > 0 else None
-
-
-def _rates(runs: Iterable[Measured]) -> dict[str, float]:
-    """By question: the median of its repeats."""
-    found: dict[str, list[float]] = {}
-    for each in runs:
-        rate = decode_tok_s(each.run.records)
-        if rate is not None:
-            found.setdefault(each.task.question.id, []).append(rate)
-    return {question: statistics.median(rates) for question, rates in found.items()}
-
-
-def speed_ups(runs: Iterable[Measured], plain: Iterable[Measured]) -> dict[str, float]:
-    """By question: the median over repeats of the rate over plain's in the same repeat."""
-    base = {(each.task.question.id, each.repeat): each for each in plain}
-    found: dict[str, list[float]] = {}
-    for each in runs:
-        question = each.task.question.id
-        other = base.get((question, each.repeat))
-        rate = decode_tok_s(each.run.records)
-        plain_rate = None if other is None else decode_tok_s(other.run.records)
-        if rate is not None and plain_rate is not None:
-            found.setdefault(question, []).append(rate / plain_rate)
-    return {question: statistics.median(ratios) for question, ratios in found.items()}
 
 
 def by_depth(records: Iterable[StepRecord]) -> tuple[DepthCount, ...]:

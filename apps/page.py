@@ -21,7 +21,6 @@ from ondevice.apps.charts import (
     cost_chart,
     depth_chart,
     energy_chart,
-    over_all,
     speed_chart,
 )
 from ondevice.apps.figures import REFERENCE
@@ -145,7 +144,7 @@ def _reported(report: Report) -> Sheet:
 
 
 def _depths(report: Report) -> Section | None:
-    drafted = [each for each in over_all(report) if each.by_depth]
+    drafted = [each for each in report.over_all if each.by_depth]
     if not drafted:
         return None
     rows = [
@@ -190,7 +189,7 @@ def _busy(report: Report) -> Section:
             f"{each.busy.waited_ms / each.rounds:.2f} ms" if each.rounds else "n/a",
             f"{each.busy.wall_ms / 1e3:.2f} s",
         ]
-        for each in over_all(report)
+        for each in report.over_all
     ]
     headings = ["strategy", *(n for n, _ in BUSY_PARTS), "verifier waited a forward", "whole"]
     table = Sheet("Busy time, share of decoding", headings, rows)
@@ -200,7 +199,7 @@ def _busy(report: Report) -> Section:
 def _energy(report: Report) -> Section:
     rows = [
         [each.strategy, rail, f"{spent_mj:.2f}"]
-        for each in over_all(report)
+        for each in report.over_all
         for rail, spent_mj in (each.energy_mj_per_token or {}).items()
     ]
     tables = [Sheet("Energy a token", ["strategy", "rail", "mJ"], rows)] if rows else []

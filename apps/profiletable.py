@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ondevice.apps.benchtable import slowed_lines, spread_cell
-from ondevice.apps.figures import EVERY, REFERENCE, Figures
+from ondevice.apps.figures import REFERENCE, Figures
 from ondevice.apps.loads import verdicts
 from ondevice.apps.report import Report
 from ondevice.apps.reported import Range, comparison
@@ -100,7 +100,7 @@ def _cells(figures: Figures) -> Sequence[str]:
 
 def _busy_table(report: Report) -> Table:
     table = _table("", "verifier", "drafter", "both at once", "neither", "verifier waited")
-    for figures in _over_all(report):
+    for figures in report.over_all:
         busy = figures.busy
         parts = busy.verifier_ms, busy.drafter_ms, busy.both_ms, busy.idle_ms, busy.waited_ms
         table.add_row(figures.strategy, *(figure(busy.share(part), ".0%") for part in parts))
@@ -108,7 +108,7 @@ def _busy_table(report: Report) -> Table:
 
 
 def _depth_table(report: Report) -> Table:
-    drafted = [each for each in _over_all(report) if each.by_depth]
+    drafted = [each for each in report.over_all if each.by_depth]
     deepest = max((each.by_depth[-1].depth for each in drafted), default=0)
     depths = range(1, min(deepest, DEPTHS_SHOWN) + 1)
     table = _table("", *(str(depth) for depth in depths))
@@ -120,7 +120,7 @@ def _depth_table(report: Report) -> Table:
 
 def _proposers(report: Report) -> Table:
     table = _table("", "", "offered", "verified", "accepted", "rate", left=2)
-    for figures in _over_all(report):
+    for figures in report.over_all:
         for name, count in figures.by_proposer.items():
             rate = count.accepted / count.verified if count.verified else None
             counts = (str(n) for n in (count.offered, count.verified, count.accepted))
@@ -168,10 +168,6 @@ def _load_table(report: Report) -> Table:
     return table
 
 
-def _over_all(report: Report) -> list[Figures]:
-    return [each for each in report.figures if each.domain == EVERY]
-
-
 def closing_lines(report: Report) -> list[str]:
     """How it was measured, memory, energy, what `auto` said, what is missing, and the loads."""
     return [*method_lines(report), *energy_lines(report), *verdicts(report.loads)]
@@ -191,7 +187,7 @@ def method_lines(report: Report) -> list[str]:
     lines += [f"left out: {name}: {why}" for name, why in report.left_out.items()]
     lines += slowed_lines(report.conditions)
     lines += _memory_lines(report)
-    for figures in _over_all(report):
+    for figures in report.over_all:
         told = [why for why in figures.reasons if not why.endswith(", as set")]
         lines += [f"{figures.strategy}: {why}" for why in told[:2]]
     return lines
@@ -199,7 +195,7 @@ def method_lines(report: Report) -> list[str]:
 
 def _memory_lines(report: Report) -> Iterator[str]:
     for unit in ("verifier", "drafter"):
-        held = [f.memory[unit] for f in _over_all(report) if unit in f.memory]
+        held = [f.memory[unit] for f in report.over_all if unit in f.memory]
         if held:
             most = max(held, key=lambda memory: memory.peak_bytes)
             parts = (most.weights_bytes, most.caches_bytes, most.scratch_bytes, most.peak_bytes)
@@ -213,10 +209,10 @@ def _memory_lines(report: Report) -> Iterator[str]:
 def energy_lines(report: Report) -> list[str]:
     """By strategy, or once why there is none."""
     lines = []
-    for figures in _over_all(report):
+    for figures in report.over_all:
         rails = figures.energy_mj_per_token
         if rails:
             spent = ", ".join(f"{rail} {mj:.1f} mJ" for rail, mj in rails.items())
             lines.append(f"energy a token, {figures.strategy}: {spent}")
-    reasons = dict.fromkeys(f.energy_reason for f in _over_all(report) if f.energy_reason)
+    reasons = dict.fromkeys(f.energy_reason for f in report.over_all if f.energy_reason)
     return lines + [f"energy not measured: {reason}" for reason in reasons]

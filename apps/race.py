@@ -82,6 +82,10 @@ def rotated(sides: Sequence[Entry], turn: int) -> list[Entry]:
     return order[::-1] if cycle % 2 else order
 
 
+Rate = Callable[[Measured], float | None]
+"""Tokens a second of an answer; None when it was too short for one, or was interrupted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """Median and quartiles."""
@@ -113,18 +117,9 @@ class Standing:
     differences: tuple[Difference, ...]
 
     @property
-    def rates_tok_s(self) -> dict[str, float]:
-        """By question id: the median of its repeats; questions without a rate are missing."""
-        found: dict[str, list[float]] = {}
-        for each in self.runs:
-            if each.run.decode_tok_s is not None:
-                found.setdefault(each.task.question.id, []).append(each.run.decode_tok_s)
-        return {question: statistics.median(rates) for question, rates in found.items()}
-
-    @property
     def decode_tok_s(self) -> Spread | None:
         """Of the questions' rates."""
-        return Spread.of(list(self.rates_tok_s.values()))
+        return Spread.of(list(rates(self.runs, answer_tok_s).values()))
 
     @property
     def ttft_ms(self) -> Spread | None:
@@ -167,17 +162,39 @@ class Standing:
         return Spread.of(list(self.ratios_to(other).values()))
 
     def ratios_to(self, other: Standing) -> dict[str, float]:
-        """By question id: the median of the ratios of its repeats."""
-        theirs = {
-            (each.task.question.id, each.repeat): each.run.decode_tok_s for each in other.runs
-        }
-        found: dict[str, list[float]] = {}
-        for each in self.runs:
-            question = each.task.question.id
-            ours, base = each.run.decode_tok_s, theirs[question, each.repeat]
-            if ours is not None and base is not None:
-                found.setdefault(question, []).append(ours / base)
-        return {question: statistics.median(ratios) for question, ratios in found.items()}
+        """By question id, see `speed_ups`."""
+        return speed_ups(self.runs, other.runs, answer_tok_s)
+
+
+def answer_tok_s(measured: Measured) -> float | None:
+    """What the answer's side reports."""
+    return measured.run.decode_tok_s
+
+
+def rates(runs: Iterable[Measured], rate_tok_s: Rate) -> dict[str, float]:
+    """By question id: the median of its repeats; questions without a rate are missing."""
+    found: dict[str, list[float]] = {}
+    for each in runs:
+        rate = rate_tok_s(each)
+        if rate is not None:
+            found.setdefault(each.task.question.id, []).append(rate)
+    return {question: statistics.median(several) for question, several in found.items()}
+
+
+def speed_ups(
+    runs: Iterable[Measured], plain: Iterable[Measured], rate_tok_s: Rate
+) -> dict[str, float]:
+    """By question id: the median over repeats of the rate over that of `plain` in the same repeat.
+
+    Questions that one of both has no rate for are missing.
+    """
+    base = {(each.task.question.id, each.repeat): rate_tok_s(each) for each in plain}
+    found: dict[str, list[float]] = {}
+    for each in runs:
+        rate, other = rate_tok_s(each), base.get((each.task.question.id, each.repeat))
+        if rate is not None and other is not None:
+            found.setdefault(each.task.question.id, []).append(rate / other)
+    return {question: statistics.median(ratios) for question, ratios in found.items()}
 
 
 def standings(engine: Engine, measured: Sequence[Measured]) -> list[Standing]:

@@ -102,6 +102,11 @@ class Report(Manifest):
         found = dict.fromkeys(each.domain for each in self.figures)
         return [name for name in found if name != EVERY] or [EVERY]
 
+    @property
+    def over_all(self) -> list[Figures]:
+        """Every strategy, on all prompts."""
+        return [each for each in self.figures if each.domain == EVERY]
+
     def figures_of(self, strategy: str, domain: str = EVERY) -> Figures | None:
         """None where nothing was measured."""
         found = (f for f in self.figures if (f.strategy, f.domain) == (strategy, domain))
