@@ -10,6 +10,7 @@ from typing import Protocol
 from ondevice.arbiter import DRAFTING
 from ondevice.engine import Engine
 from ondevice.records import StepRecord, UnitName, Window
+from ondevice.sampling import SamplingParams
 from ondevice.schedule import Strategy
 from ondevice.session import Answer, Options
 from ondevice.units import UnitMemory
@@ -96,7 +97,7 @@ class Side(Protocol):
 
 
 class OurSide:
-    """One of our schedules."""
+    """One of our schedules; greedy, as `Side` says, unless a benchmark gives it a temperature."""
 
     def __init__(
         self,
@@ -105,20 +106,23 @@ class OurSide:
         name: str = "",
         children: int | None = None,
         window: Window | None = None,
+        sampling: SamplingParams | None = None,
     ) -> None:
         """children: proposals per node; None lets the strategy choose, 1 makes chains.
 
-        window: of lookahead; None lets the strategy choose.
+        window: of lookahead; None lets the strategy choose. sampling: None is greedy.
         """
         self.name = name or strategy
         self.strategy = strategy
         self._engine = engine
         self._children = children
         self._window = window
+        self._sampling = sampling or SamplingParams()
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Run:
         """See `Side`. Raises as `Session.generate` does."""
         options = Options(
+            sampling=self._sampling,
             max_tokens=max_tokens,
             strategy=self.strategy,
             children=self._children,
