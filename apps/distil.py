@@ -20,6 +20,7 @@ from ondevice.converters.distil.recipe import Recipe
 from ondevice.converters.distil.run import Distillation, Effort
 from ondevice.converters.download import fetch_weights
 from ondevice.converters.pair import VERIFIER_FOLDER, write_pair
+from ondevice.converters.plan import refuse_occupied
 from ondevice.converters.progress import Reporter
 from ondevice.converters.trained import TrainedDrafter, check_trained, read_trained
 from ondevice.errors import BadRequest
@@ -115,11 +116,17 @@ def run(request: Request) -> None:
     recipe = request.recipe
     if start is not None and "rate" not in recipe.model_fields_set:
         recipe = recipe.model_copy(update={"rate": SMALL_RATE})
+    refuse_occupied(output, PAIR_FILE)  # now, not after the hours
+    make_writable(output.parent)
     make_writable(work)
     distillation = Distillation(source.checkpoint, recipe, request.material, work, start)
     with locked(work, lambda: say(f"Waiting for another run in {work}")):
         distillation.claim()
-        _distil(distillation, effort, source, output, request.as_json)
+        try:
+            _distil(distillation, effort, source, output, request.as_json)
+        except KeyboardInterrupt:
+            say(f"Stopped; the same command goes on with what is finished in {work}")
+            raise
 
 
 def _distil(

@@ -15,7 +15,7 @@ from ondevice.artifact import DRAFTER_FILE, DrafterManifest
 from ondevice.converters.distil.card import Card
 from ondevice.converters.distil.material import Material, read_prompts
 from ondevice.converters.distil.recipe import Recipe
-from ondevice.converters.distil.run import Effort
+from ondevice.converters.distil.run import Distillation, Effort
 from ondevice.engine import Engine
 from ondevice.errors import BadRequest
 from ondevice.session import Options
@@ -90,7 +90,7 @@ def test_text_of_a_domain_is_learned_from_a_drafter_that_is_there(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hours", "0"], "hours: expected more than 0, got 0"),
+        (["--hours", "0"], "hours: expected more than 0 and an end, got 0"),
         (["--layers", "0,x"], "layers: expected indices such as 0,1,29, got '0,x'"),
         (["--layers", "5"], "layers: expected indices from 0 to 1, got [5]"),
         (["--rows", "512"], "rows: expected at most the 400 tokens of the vocabulary, got 512"),
@@ -111,6 +111,34 @@ def test_bad_input_is_one_line_and_status_2(
     assert status == 2
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_an_occupied_output_is_refused_before_any_work(
+    verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    places = ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "mine")]
+    assert main(["distil", str(verifier), *places]) == 2
+    assert "is not empty and is no artifact of ours" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "notes.txt"]
+
+
+def test_an_interrupted_run_says_that_it_can_go_on(
+    verifier: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Distillation, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(verifier, tmp_path)
+    assert "the same command goes on" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run(verifier, tmp_path).training.tokens >= 6000
 
 
 def test_another_family_is_named(

@@ -191,9 +191,10 @@ def test_a_full_disk_is_named_and_loses_nothing(
 @pytest.mark.parametrize(
     ("effort", "message"),
     [
-        (Effort(hours=0), "hours: expected more than 0, got 0"),
-        (Effort(hours=-1), "hours: expected more than 0, got -1"),
-        (Effort(hours=float("nan")), "hours: expected more than 0, got nan"),
+        (Effort(hours=0), "hours: expected more than 0 and an end, got 0"),
+        (Effort(hours=-1), "hours: expected more than 0 and an end, got -1"),
+        (Effort(hours=float("inf")), "hours: expected more than 0 and an end, got inf"),
+        (Effort(hours=float("nan")), "hours: expected more than 0 and an end, got nan"),
         (Effort(data_tokens=5), "got neither"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,8 +56,8 @@ class Effort:
         """Itself; BadRequest when there is nothing to do, or no end of it."""
         for name in ("hours", "data_tokens", "train_tokens"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise BadRequest(f"{name}: expected more than 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise BadRequest(f"{name}: expected more than 0 and an end, got {value}")
         if self.hours is None and (self.data_tokens is None or self.train_tokens is None):
             raise BadRequest("expected hours, or tokens to make and to train on; got neither")
         return self
