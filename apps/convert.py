@@ -12,8 +12,8 @@ from rich.console import Console
 from ondevice import blas
 from ondevice.apps.inspect import megabytes, print_rows
 from ondevice.apps.terminal import results
-from ondevice.artifact import DRAFTER_FILE, PAIR_FILE, VERIFIER_FILE
-from ondevice.converters.plan import DrafterPlan, PairPlan, Plan, VerifierPlan, refuse_occupied
+from ondevice.artifact import DRAFTER_FILE, PAIR_FILE, VERIFIER_FILE, refuse_occupied
+from ondevice.converters.plan import DrafterPlan, PairPlan, Plan, VerifierPlan
 from ondevice.converters.progress import Reporter
 from ondevice.converters.source import find_source
 from ondevice.errors import BadRequest

@@ -13,14 +13,13 @@ from pydantic import ValidationError
 
 from ondevice import blas
 from ondevice.apps.failures import say
-from ondevice.artifact import PAIR_FILE
+from ondevice.artifact import PAIR_FILE, refuse_occupied
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.distil.material import Material
 from ondevice.converters.distil.recipe import Recipe
 from ondevice.converters.distil.run import Distillation, Effort
 from ondevice.converters.download import fetch_weights
 from ondevice.converters.pair import VERIFIER_FOLDER, write_pair
-from ondevice.converters.plan import refuse_occupied
 from ondevice.converters.progress import Reporter
 from ondevice.converters.trained import TrainedDrafter, check_trained, read_trained
 from ondevice.errors import BadRequest

@@ -15,6 +15,7 @@ from ondevice.artifact import (
     PairManifest,
     VerifierManifest,
     file_sha256,
+    refuse_occupied,
     replacing,
     sweep,
 )
@@ -23,7 +24,7 @@ from ondevice.converters.download import fetch_weights
 from ondevice.converters.progress import Reporter
 from ondevice.converters.trained import read_trained
 from ondevice.converters.verifier import tensor_bytes, write_verifier
-from ondevice.errors import ArtifactError, BadRequest, UnknownPair
+from ondevice.errors import ArtifactError, UnknownPair
 from ondevice.home import (
     downloads_folder,
     home_folder,
@@ -78,10 +79,7 @@ def write_pair(
     `verifier` that one is float32. A pair that is there is replaced; BadRequest when `folder` holds
     anything else. Says on stderr what it does, unless `quiet`.
     """
-    if folder.exists() and not (folder / PAIR_FILE).is_file() and not _is_empty(folder):
-        raise BadRequest(
-            f"{folder} is not empty and is no pair; give a new folder, or empty this one"
-        )
+    refuse_occupied(folder, PAIR_FILE)
     reporter = Reporter(quiet)
     verifier = verifier or VerifierRecipe(dtype="float32")
     with replacing(folder) as scratch:
@@ -89,10 +87,6 @@ def write_pair(
         _write_verifier(checkpoint, scratch, verifier, reporter)
         _write_drafter(checkpoint, scratch, drafter, reporter)
         return _write_manifest(checkpoint, scratch, name)
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _prepare_known(name: str, reporter: Reporter, rebuild: bool) -> Path:

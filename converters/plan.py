@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from ondevice.artifact import (
-    DRAFTER_FILE,
     PAIR_FILE,
     VERIFIER_FILE,
     PairManifest,
@@ -61,24 +60,6 @@ class Plan(Protocol):
     def write(self, folder: Path, reporter: Reporter) -> None:
         """Do it: the artifact is at `folder` whole or not at all."""
         ...
-
-
-def refuse_occupied(folder: Path, mark: str) -> None:
-    """BadRequest unless `folder` is free, empty, or an artifact of the same kind, to be replaced.
-
-    mark: the manifest's name, which tells the kind.
-    """
-    if folder.is_dir() and any(folder.iterdir()):
-        if (folder / mark).is_file():
-            return
-        kinds = {PAIR_FILE: "a pair", VERIFIER_FILE: "a verifier", DRAFTER_FILE: "a drafter"}
-        found = next((kind for each, kind in kinds.items() if (folder / each).is_file()), None)
-        what = f"holds {found}" if found else "is not empty and is no artifact of ours"
-        raise BadRequest(
-            f"{folder} {what}; expected {kinds[mark]} to replace, or a new or empty folder"
-        )
-    if folder.exists() and not folder.is_dir():
-        raise BadRequest(f"{folder} is a file, not a folder; give a new folder")
 
 
 @contextmanager

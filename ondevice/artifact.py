@@ -32,7 +32,7 @@ from pydantic import (
     model_validator,
 )
 
-from ondevice.errors import ArtifactError, CacheUnwritable
+from ondevice.errors import ArtifactError, BadRequest, CacheUnwritable
 
 PAIR_FILE = "pair.json"
 VERIFIER_FILE = "ondevice.json"
@@ -302,6 +302,24 @@ _SCRATCH = (
     ".ondevice-new"  # ends the name of a scratch folder, so that no other one is taken for it
 )
 _ASIDE = "old"
+
+
+def refuse_occupied(folder: Path, mark: str) -> None:
+    """BadRequest unless `folder` is free, empty, or an artifact of the same kind, to be replaced.
+
+    mark: the manifest's name, which tells the kind.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        if (folder / mark).is_file():
+            return
+        kinds = {PAIR_FILE: "a pair", VERIFIER_FILE: "a verifier", DRAFTER_FILE: "a drafter"}
+        found = next((kind for each, kind in kinds.items() if (folder / each).is_file()), None)
+        what = f"holds {found}" if found else "is not empty and is no artifact of ours"
+        raise BadRequest(
+            f"{folder} {what}; expected {kinds[mark]} to replace, or a new or empty folder"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise BadRequest(f"{folder} is a file, not a folder; give a new folder")
 
 
 @contextmanager
