@@ -11,18 +11,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ondevice import blas
 from ondevice.apps.failures import say
 from ondevice.artifact import PAIR_FILE, refuse_occupied
 from ondevice.converters.checkpoint import Checkpoint, open_checkpoint
 from ondevice.converters.distil.material import Material
 from ondevice.converters.distil.recipe import Recipe
 from ondevice.converters.distil.run import Distillation, Effort
+from ondevice.converters.distil.workers import Workers, prepared_workers
 from ondevice.converters.download import fetch_weights
 from ondevice.converters.pair import VERIFIER_FOLDER, write_pair
 from ondevice.converters.progress import Reporter
 from ondevice.converters.trained import TrainedDrafter, check_trained, read_trained
-from ondevice.errors import BadRequest
+from ondevice.errors import BadRequest, UnknownPair
 from ondevice.home import downloads_folder, home_folder, locked, make_writable
 from ondevice.models.pairs import DrafterRecipe, known_pair, pair_names
 
@@ -105,9 +105,7 @@ def run(request: Request) -> None:
     is kept, and the same call goes on with it.
     """
     effort = request.effort.checked()
-    # Nothing else of ours runs meanwhile, and the products are large: all cores, unless told.
-    os.environ.setdefault(blas.THREADS_VARIABLE, str(os.cpu_count() or 1))
-    blas.prepare()
+    count = prepared_workers()  # nothing else of ours runs meanwhile
     source = _source(request.source)
     work = request.work or home_folder() / "distil" / source.name
     output = request.output or home_folder() / "distilled" / source.name
@@ -116,10 +114,11 @@ def run(request: Request) -> None:
     if start is not None and "rate" not in recipe.model_fields_set:
         recipe = recipe.model_copy(update={"rate": SMALL_RATE})
     refuse_occupied(output, PAIR_FILE)  # now, not after the hours
-    make_writable(output.parent)
-    make_writable(work)
-    distillation = Distillation(source.checkpoint, recipe, request.material, work, start)
-    with locked(work, lambda: say(f"Waiting for another run in {work}")):
+    for folder, option in ((output.parent, "--output"), (work, "--work")):
+        make_writable(folder, f"give another folder with {option}")
+    checkpoint, material = source.checkpoint, request.material
+    with locked(work, lambda: say(f"Waiting for another run in {work}")), Workers(count) as workers:
+        distillation = Distillation(checkpoint, recipe, material, work, start, workers=workers)
         distillation.claim()
         try:
             _distil(distillation, effort, source, output, request.as_json)
@@ -172,6 +171,11 @@ def _source(name: str) -> _Source:
         checkpoint = open_checkpoint(fetch_weights(pair.source, downloads_folder(), reporter))
         return _Source(name, checkpoint, pair.licence, pair.drafter.trained_path)
     path = Path(os.path.expanduser(name))
+    if not os.path.exists(path):
+        raise UnknownPair(
+            f"no pair or model {name!r}: expected one of {', '.join(pair_names())}, the folder of "
+            "a pair, a Hugging Face folder or a .gguf file"
+        )
     inner = path / VERIFIER_FOLDER if (path / PAIR_FILE).is_file() else path
     checkpoint = open_checkpoint(inner)
     return _Source(path.resolve().stem, checkpoint, "that of the verifier")

@@ -380,12 +380,12 @@ def _take_place(fresh: Path, target: Path, aside: Path) -> None:
 _FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 _DISK_ERRORS = _FULL_ERRORS | {errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.EBUSY}
 _IN_THE_WAY_ERRORS = {errno.ENOTDIR, errno.EEXIST}
+OTHER_HOME = "set ONDEVICE_HOME to a folder that can be written"
 
 
-def unwritable(target: Path, error: OSError) -> CacheUnwritable:
+def unwritable(target: Path, error: OSError, advice: str = OTHER_HOME) -> CacheUnwritable:
     """The one-line error for a cache folder or disk that refuses to be written."""
     reason = error.strerror or str(error)
-    advice = "set ONDEVICE_HOME to a folder that can be written"
     in_the_way = next((part for part in (target, *target.parents) if os.path.isfile(part)), None)
     if error.errno in _IN_THE_WAY_ERRORS and in_the_way is not None:
         reason, advice = f"{in_the_way} is a file, not a folder", f"remove it, or {advice}"

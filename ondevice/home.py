@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ondevice.artifact import unwritable
+from ondevice.artifact import OTHER_HOME, unwritable
 from ondevice.errors import CacheUnwritable
 
 HOME_VARIABLE = "ONDEVICE_HOME"
@@ -40,15 +40,15 @@ def pairs_folder() -> Path:
     return home_folder() / "pairs"
 
 
-def make_writable(folder: Path) -> Path:
-    """Make `folder` if need be and return it; CacheUnwritable when it cannot be written to."""
+def make_writable(folder: Path, advice: str = OTHER_HOME) -> Path:
+    """Make `folder` if need be and return it; CacheUnwritable, with `advice`, when it resists."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable(folder, error, advice) from error
     return folder
 
 

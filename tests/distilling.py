@@ -58,16 +58,18 @@ def random_texts(count: int, vocab_size: int, seed: int = 0) -> list[Text]:
                 start,
                 order.astype(np.uint16),
                 np.take_along_axis(logprobs, order, 1).astype(np.float16),
+                answer=start,
             )
         )
     return texts
 
 
 def chosen_text(before: list[int], answer: list[int]) -> Text:
-    """`before`, then `answer` of which every token is sure."""
+    """`before`, then `answer` of which every token is sure, cut at a loop."""
     top_tokens = np.zeros((len(answer), TOP), np.uint16)
     top_tokens[:, 0] = answer
     top_logprobs = np.full((len(answer), TOP), -np.inf, np.float16)
     top_logprobs[:, 0] = 0
     tokens = np.array([*before, *answer], np.uint16)
-    return Text(1, "chat", 0.0, tokens, len(before), top_tokens, top_logprobs)
+    start = len(before)
+    return Text(1, "chat", 0.0, tokens, start, top_tokens, top_logprobs, start, looped=True)

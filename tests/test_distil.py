@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import mlx.core as mx
@@ -73,22 +74,27 @@ def test_a_cut_loop_goes_on_as_the_text_did(
     answer = before + body * 2
     text = chosen_text([7, 7, 7], answer)
     limit = len(answer) + more
-    whole = loop_gone_on(text, frozenset({0}), limit)
+    whole = loop_gone_on(text, limit)
     expected = (before + body * (2 + more))[:limit]
     assert whole.tokens[3:].tolist() == expected
     assert whole.top_tokens[:, 0].tolist() == expected
     assert whole.start == 3
 
 
-@pytest.mark.parametrize("answer", [[5, 6, 5, 6, 2], [1, 2, 3], [4]])
-def test_what_ended_by_itself_is_not_gone_on_with(answer: list[int]) -> None:
-    text = chosen_text([7], answer)
-    assert loop_gone_on(text, frozenset({2}), 50) is text
+def test_what_was_not_cut_at_a_loop_is_not_gone_on_with() -> None:
+    text = replace(chosen_text([7], [5, 6, 5, 6]), looped=False)
+    assert loop_gone_on(text, 50) is text
 
 
 def test_an_answer_at_its_limit_is_not_gone_on_with() -> None:
     text = chosen_text([7], [5, 6, 5, 6])
-    assert loop_gone_on(text, frozenset({2}), 4) is text
+    assert loop_gone_on(text, 4) is text
+
+
+def test_a_loop_goes_on_with_the_targets_of_its_answer() -> None:
+    asked = chosen_text([7], [1, 2, 5, 6, 5, 6])
+    text = replace(asked, answer=3)
+    assert loop_gone_on(text, 6).top_tokens[:, 0].tolist() == [1, 2, 5, 6, 5, 6, 5, 6]
 
 
 @settings(deadline=None, max_examples=30)

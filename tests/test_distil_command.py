@@ -21,7 +21,13 @@ from ondevice.errors import BadRequest
 from ondevice.session import Options
 
 TINY = Recipe(
-    rows=384, layers=(0, 1), answer_tokens=24, decode_rows=16, batch_tokens=512, step_tokens=512
+    rows=384,
+    layers=(0, 1),
+    question_tokens=24,
+    answer_tokens=24,
+    decode_rows=16,
+    batch_tokens=512,
+    step_tokens=512,
 )
 
 
@@ -34,7 +40,7 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(verifier: Path, folder: Path, **changes: object) -> Card:
     """A whole run with little effort; its card."""
     settings: dict[str, object] = {
-        "effort": Effort(data_tokens=1500, train_tokens=6000),
+        "effort": Effort(data_tokens=3000, train_tokens=6000),
         "material": Material(),
         "recipe": TINY,
     }
@@ -54,7 +60,7 @@ def test_a_run_ends_with_a_pair_that_answers(verifier: Path, tmp_path: Path) -> 
     card = run(verifier, tmp_path)
     manifest = DrafterManifest.read(tmp_path / "pair" / "drafter" / DRAFTER_FILE)
     assert manifest.head_rows == 384
-    assert card.data.learned_tokens >= 1500
+    assert card.data.learned_tokens >= 3000
     assert card.training.tokens >= 6000
     assert card.file_bytes == (tmp_path / "work" / card.file).stat().st_size
     table = card.acceptance["Held-out prompts, greedy"]

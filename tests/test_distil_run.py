@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
@@ -162,11 +163,43 @@ def test_data_made_in_parts_asks_nothing_twice(checkpoint: Checkpoint, tmp_path:
     indices = [text.index for text in more]
     assert indices[: len(first)] == [text.index for text in first]
     assert len(set(indices)) == len(indices)
-    questions = [tuple(text.tokens[: text.start].tolist()) for text in more]
+    questions = [tuple(text.tokens[: text.answer].tolist()) for text in more]
     assert len(set(questions)) == len(questions)
     assert sum(len(text.tokens) - text.start for text in more) >= 600
     for text in more:
         assert len(text.top_tokens) == len(text.tokens) - text.start
+
+
+def test_every_token_after_the_template_is_learned_as_the_verifier_has_it(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    run = distillation(checkpoint, tmp_path / "work")
+    prefix = run.plans["own"].prefix
+    texts = run.make_data(replace(SOME, data_tokens=200))
+    for text in texts:
+        assert text.start == len(prefix) < text.answer < len(text.tokens)
+        logits = run.verifier(mx.array([text.tokens.astype(int).tolist()]))[0]
+        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        expected = logprobs[text.start - 1 : -1]
+        found = np.take_along_axis(expected, text.top_tokens.astype(int), axis=1)
+        np.testing.assert_allclose(found, text.top_logprobs, atol=5e-3)
+        np.testing.assert_allclose(found[:, 0], expected.max(1), atol=1e-5)
+        asked = text.answer_only()
+        np.testing.assert_array_equal(asked.top_tokens, text.top_tokens[text.answer - text.start :])
+        assert len(asked.top_tokens) == len(text.tokens) - asked.start
+
+
+def test_answers_under_way_are_kept_when_enough_is_made(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    run = distillation(checkpoint, tmp_path / "work")
+    stops = set(checkpoint.eos_token_ids)
+    open_ends = 0
+    for text in run.make_data(replace(SOME, data_tokens=200)):
+        answer = text.tokens[text.answer :]
+        whole = int(answer[-1]) in stops or text.looped or len(answer) == RECIPE.answer_tokens
+        open_ends += not whole
+    assert 0 < open_ends <= RECIPE.decode_rows
 
 
 # --- bad input -----------------------------------------------------------------------------------

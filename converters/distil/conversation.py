@@ -2,8 +2,8 @@
 
 The user's turn is left open and the verifier writes it; then the turn is closed as the chat
 template does and the verifier answers. Template tokens are forced, so that question and answer are
-one run through one row of the cache. A text of the user's is forced from end to end, and what the
-verifier would have written in its place is recorded.
+one run through one row of the cache. A text of the user's is forced from end to end. What the
+verifier would have written is recorded at every token, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Conversation:
     """The state of one row.
 
     tokens: all that is in the row or will be fed to it next; `forced` follow them. top_tokens and
-    top_logprobs: one entry for each token from `answer_start` on, of the distribution that it was
-    drawn from. open_end: a question may end because it is long.
+    top_logprobs: one entry for each token taken, of the verifier's distribution in its place.
+    open_end: a question may end because it is long. looped: the answer was cut at a loop.
     """
 
     index: int
@@ -69,6 +69,7 @@ class Conversation:
     phase: Phase = Phase.QUESTION
     open_end: bool = False
     answer_start: int = 0
+    looped: bool = False
     top_tokens: list[Ints] = field(default_factory=list)
     top_logprobs: list[Floats] = field(default_factory=list)
 
@@ -85,27 +86,33 @@ class Conversation:
         return self.tokens[len(self.script.prefix) : end]
 
     @property
+    def learned_start(self) -> int:
+        """The first token whose distribution is recorded."""
+        return len(self.tokens) - len(self.top_tokens)
+
+    @property
     def answer(self) -> list[int]:
         """The answer's tokens, the stop token included."""
         return self.tokens[self.answer_start :] if self.answer_start else []
 
     def take(self, token: int, top_tokens: Ints, top_logprobs: Floats) -> None:
         """What was drawn after `tokens`; a forced token takes its place."""
-        if self.phase is Phase.GIVEN:
-            self._follow(top_tokens, top_logprobs)
-        elif self.forced:
+        self.top_tokens.append(top_tokens)
+        self.top_logprobs.append(top_logprobs)
+        if self.forced:
             self.tokens.append(self.forced.pop(0))
+            if self.phase is Phase.GIVEN and not self.forced:
+                self.phase = Phase.DONE
         elif self.phase is Phase.QUESTION:
             self._ask(token)
         elif self.phase is Phase.ANSWER:
-            self._reply(token, top_tokens, top_logprobs)
+            self._reply(token)
 
-    def _follow(self, top_tokens: Ints, top_logprobs: Floats) -> None:
-        self.tokens.append(self.forced.pop(0))
-        self.top_tokens.append(top_tokens)
-        self.top_logprobs.append(top_logprobs)
-        if not self.forced:
+    def break_off(self) -> bool:
+        """End it where it is, when nothing more is wanted; whether there is an answer to keep."""
+        if self.phase is Phase.ANSWER and self.answer:
             self.phase = Phase.DONE
+        return self.phase is Phase.DONE
 
     def _ask(self, token: int) -> None:
         length = len(self.tokens) - len(self.script.prefix)
@@ -125,10 +132,8 @@ class Conversation:
         self.answer_start = len(self.tokens) + len(rest)
         self.phase = Phase.ANSWER
 
-    def _reply(self, token: int, top_tokens: Ints, top_logprobs: Floats) -> None:
+    def _reply(self, token: int) -> None:
         self.tokens.append(token)
-        self.top_tokens.append(top_tokens)
-        self.top_logprobs.append(top_logprobs)
         length = len(self.tokens) - self.answer_start
         if token in self.script.stops or length >= self.limits.answer:
             self.phase = Phase.DONE
@@ -139,7 +144,8 @@ class Conversation:
 
     def _cut_loop(self) -> None:
         kept = without_loop(self.answer)
-        if kept < len(self.answer):
-            del self.tokens[self.answer_start + kept :]
-            del self.top_tokens[kept:], self.top_logprobs[kept:]
+        cut = len(self.answer) - kept
+        if cut:
+            del self.tokens[-cut:], self.top_tokens[-cut:], self.top_logprobs[-cut:]
+            self.looped = True
             self.phase = Phase.DONE

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from ondevice.converters.distil.decoding import TOP, Floats, Ints, Step, draw
+from ondevice.converters.distil.workers import Workers
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -83,6 +86,28 @@ class RowDecoder:
             layer.seen = min(-(-longest // _SLOT_STEP) * _SLOT_STEP, self.slots)
         logits: mx.array = self._model(mx.array(tokens)[:, None], cache=self._layers)
         return logits[:, 0]
+
+
+class SplitDecoder:
+    """Rows shared out among `workers`, each with a decoder of its own that `make` builds."""
+
+    def __init__(self, make: Callable[[], RowDecoder], workers: Workers) -> None:
+        self._workers = workers
+        self._parts = workers.map([make] * workers.count)
+        self.rows = sum(part.rows for part in self._parts)
+        self.slots = self._parts[0].slots
+
+    def step(self, tokens: Ints, positions: Ints, temperatures: Floats, chances: Floats) -> Step:
+        """See `Decoder.step`."""
+        columns = (tokens, positions, temperatures, chances)
+        shares = zip(*(np.split(column, len(self._parts)) for column in columns), strict=True)
+        pairs = zip(self._parts, shares, strict=True)
+        steps = self._workers.map([partial(part.step, *share) for part, share in pairs])
+        return Step(
+            np.concatenate([step.tokens for step in steps]),
+            np.concatenate([step.top_tokens for step in steps]),
+            np.concatenate([step.top_logprobs for step in steps]),
+        )
 
 
 def _log_sums(logits: Floats, peak: Floats, temperatures: Floats | None = None) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -57,7 +57,8 @@ class Maker:
         """Go on while `wanted(made)` and there are conversations; `report` is told of every step.
 
         Finished conversations are not made again. What is finished is written whatever ends the
-        run; CacheUnwritable when it cannot be.
+        run; CacheUnwritable when it cannot be. Answers that are under way when enough is made are
+        kept as they are.
         """
         self.shards.sweep()
         made = self._resume()
@@ -76,6 +77,7 @@ class Maker:
                 if len(self._kept) >= self.shard_texts or self._unwritten_s > self.shard_s:
                     self._write()
                 report(made)
+            self._break_off(rows, made)
         finally:
             self._write()
         return made
@@ -85,7 +87,7 @@ class Maker:
         for text in self.shards.texts():
             made.conversations += 1
             made.learned_tokens += len(text.tokens) - text.start
-            question = text.tokens[len(self.plan.prefix) : text.start]
+            question = text.tokens[len(self.plan.prefix) : text.answer]
             self._seen.add(tuple(question[:_KEY_TOKENS].tolist()))
         return made
 
@@ -121,10 +123,18 @@ class Maker:
             self._dropped.append(talk.index)
             made.dropped += 1
         elif talk.phase is Phase.DONE:
-            self._kept.append(talk)
-            made.conversations += 1
-            made.learned_tokens += len(talk.top_tokens)
+            self._keep(talk, made)
         return talk.phase in (Phase.DROPPED, Phase.DONE)
+
+    def _keep(self, talk: Conversation, made: Made) -> None:
+        self._kept.append(talk)
+        made.conversations += 1
+        made.learned_tokens += len(talk.top_tokens)
+
+    def _break_off(self, rows: Sequence[_Row | None], made: Made) -> None:
+        for row in rows:
+            if row is not None and row.talk.break_off():
+                self._keep(row.talk, made)
 
     def _is_new(self, talk: Conversation) -> bool:
         """Whether the question, with the template's turn after it, was not asked before."""

@@ -52,6 +52,11 @@ class Recipe(BaseModel):
         if self.rows is None:
             return min(MOST_ROWS, vocab_size // ROW_MULTIPLE * ROW_MULTIPLE)
         check_row_count(self.rows, vocab_size)
+        if self.rows > MOST_ROWS:
+            raise BadRequest(
+                f"rows: expected at most {MOST_ROWS}, what the drafter's output holds, "
+                f"got {self.rows}"
+            )
         return self.rows
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:

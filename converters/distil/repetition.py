@@ -27,25 +27,24 @@ _MOST_ROUNDS = 5
 _Tokens = npt.NDArray[np.unsignedinteger]
 
 
-def loop_gone_on(text: Text, stops: frozenset[int], limit: int) -> Text:
-    """`text` with the loop that it ends in followed to `limit` answer tokens, as greedy text does.
+def loop_gone_on(text: Text, limit: int) -> Text:
+    """`text` with the loop that it was cut at gone on with to `limit` answer tokens.
 
-    What ends neither in a stop token nor at the limit was cut when a loop had been seen twice. The
-    distributions of the second round stand for those of later ones.
+    It was cut when the loop had been seen twice. The distributions of the second round stand for
+    those of later ones.
     """
-    answer = text.tokens[text.start :]
+    answer = text.tokens[text.answer :]
     count = len(answer)
-    if not 1 < count < limit or int(answer[-1]) in stops:
-        return text
-    period = _last_period(answer)
-    if period is None:
+    period = _last_period(answer) if text.looped else None
+    if period is None or count >= limit:
         return text
     added = count - period + np.arange(limit - count) % period
+    rounds = text.answer - text.start + added
     return replace(
         text,
         tokens=np.concatenate([text.tokens, answer[added]]),
-        top_tokens=np.concatenate([text.top_tokens, text.top_tokens[added]]),
-        top_logprobs=np.concatenate([text.top_logprobs, text.top_logprobs[added]]),
+        top_tokens=np.concatenate([text.top_tokens, text.top_tokens[rounds]]),
+        top_logprobs=np.concatenate([text.top_logprobs, text.top_logprobs[rounds]]),
     )
 
 
@@ -95,6 +94,7 @@ def _echo(texts: Sequence[Text], source: np.random.Generator, index: int) -> Tex
         start=len(before),
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
+        answer=len(before),
     )
 
 

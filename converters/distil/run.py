@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ondevice.artifact import replacing
 from ondevice.converters.checkpoint import Checkpoint
@@ -16,7 +19,7 @@ from ondevice.converters.distil.conversation import Limits
 from ondevice.converters.distil.corpus import Batch, Batcher, token_weights
 from ondevice.converters.distil.maker import Made, Maker
 from ondevice.converters.distil.material import Material, read_prompts, text_windows
-from ondevice.converters.distil.plans import TEXT, GivenPrompts, GivenTexts, OwnQuestions, Plan
+from ondevice.converters.distil.plans import GivenPrompts, GivenTexts, OwnQuestions, Plan
 from ondevice.converters.distil.recipe import Identity, Recipe
 from ondevice.converters.distil.repetition import echoes, loop_gone_on
 from ondevice.converters.distil.schedule import Schedule
@@ -25,7 +28,9 @@ from ondevice.converters.distil.shards import ShardFolder, Text
 from ondevice.converters.distil.training import Budget, Pace, Position, Training
 from ondevice.converters.distil.vocabulary import choose_rows
 from ondevice.converters.distil.watch import Watch
+from ondevice.converters.distil.workers import Workers
 from ondevice.converters.trained import TrainedDrafter
+from ondevice.converters.vocabulary import always
 from ondevice.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -67,7 +72,8 @@ class Effort:
 class Distillation:
     """Teaches a student of `checkpoint` in the folder `work`.
 
-    start: a drafter of the same verifier to begin with, whose rows and layers are kept.
+    start: a drafter of the same verifier to begin with, whose rows and layers are kept. workers:
+    among which the computing is shared out.
     """
 
     checkpoint: Checkpoint
@@ -76,11 +82,13 @@ class Distillation:
     work: Path
     start: TrainedDrafter | None = None
     quiet: bool = False
+    workers: Workers = field(default_factory=Workers)
 
     def claim(self) -> None:
         """Check all that can be checked before any work, and take or take up the work folder."""
         self.recipe.chosen_layers(self.checkpoint.config.num_layers)
-        self.recipe.chosen_rows(self.checkpoint.config.vocab_size)
+        if self.start is None:
+            self._choose_rows(np.zeros(self.checkpoint.config.vocab_size))
         digests = self.material.sha256()
         assert self.plans
         Identity(
@@ -110,6 +118,7 @@ class Distillation:
         model: Model = mlx_model(config, {name: self.checkpoint.tensor(name) for name in names})
         if mx.default_device() == mx.Device(mx.gpu):
             model.set_dtype(mx.bfloat16)
+        mx.eval(model.parameters())  # the workers' threads can only use what is there
         return model
 
     @cached_property
@@ -197,16 +206,15 @@ class Distillation:
             kept: list[int] = json.loads(path.read_text(encoding="utf-8"))
             return kept
         weights = token_weights(self._split(texts)[0], self.checkpoint.config.vocab_size)
-        chosen = choose_rows(weights, self._always(), self.recipe.chosen_rows(len(weights)))
+        chosen = self._choose_rows(weights)
         with replacing(path) as scratch:
             scratch.write_text(json.dumps(chosen), encoding="utf-8")
         return chosen
 
-    def _always(self) -> list[int]:
-        """Special tokens, and tokens of a single character: bytes, in a byte-level vocabulary."""
-        tokenizer = self.checkpoint.tokenizer
-        single = [number for text, number in tokenizer.get_vocab().items() if len(text) == 1]
-        return [*single, *tokenizer.all_special_ids, *self.checkpoint.eos_token_ids]
+    def _choose_rows(self, weights: npt.NDArray[np.float64]) -> list[int]:
+        """By the weights (vocab,) of the tokens; BadRequest for a number that cannot be."""
+        fixed = {*always(self.checkpoint.tokenizer), *self.checkpoint.eos_token_ids}
+        return choose_rows(weights, fixed, self.recipe.chosen_rows(len(weights)))
 
     def _split(self, texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
         """Texts to train on and for validation."""
@@ -220,7 +228,9 @@ class Distillation:
 
     def train(self, texts: Sequence[Text], effort: Effort) -> tuple[Student, Position]:
         """Train until the effort is spent; the student and where it stands."""
-        trained, held = ([self._whole(text) for text in part] for part in self._split(texts))
+        limit = self.recipe.answer_tokens
+        trained, held = self._split([loop_gone_on(text, limit) for text in texts])
+        held = [text.answer_only() for text in held]  # what acceptance is about
         trained += echoes(trained, self.recipe.echo_share, self.recipe.seed)
         rows, vocab = self.rows(texts), self.checkpoint.config.vocab_size
         share = self.recipe.first_choice_weight
@@ -246,13 +256,6 @@ class Distillation:
 
             return student, training.run(report)
 
-    def _whole(self, text: Text) -> Text:
-        """A text as the verifier would have gone on with it; the user's own ends where it ends."""
-        if text.domain == TEXT:
-            return text
-        stops = frozenset(self.checkpoint.eos_token_ids)
-        return loop_gone_on(text, stops, self.recipe.answer_tokens)
-
     def _pace(self) -> Pace:
         recipe = self.recipe
         return Pace(
@@ -273,7 +276,8 @@ class Distillation:
     def _student(self, rows: Sequence[int]) -> Student:
         from ondevice.converters.distil.student import Student
 
-        student = Student(self.checkpoint.tensor, self.checkpoint.config, self.layers, rows)
+        config = self.checkpoint.config
+        student = Student(self.checkpoint.tensor, config, self.layers, rows, self.workers)
         if self.start is not None:
             student.begin_as(self.start.tensors)
         return student
@@ -284,14 +288,16 @@ class _LazyDecoder:
 
     def __init__(self, run: Distillation, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self.rows = run.recipe.decode_rows
+        self.rows = run.recipe.decode_rows * run.workers.count
         self.slots = -(-plan.longest // 32) * 32 + 32
 
     @cached_property
     def _decoder(self) -> Any:
-        from ondevice.converters.distil.decoder import RowDecoder
+        from ondevice.converters.distil.decoder import RowDecoder, SplitDecoder
 
-        return RowDecoder(self._run.verifier, self.rows, self.slots, self._plan.prefix)
+        model, rows = self._run.verifier, self._run.recipe.decode_rows
+        make = partial(RowDecoder, model, rows, self.slots, self._plan.prefix)
+        return SplitDecoder(make, self._run.workers)
 
     def step(self, *arguments: Any) -> Any:
         """See `Decoder.step`."""

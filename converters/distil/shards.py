@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,9 @@ _PATTERN = "data-{:06d}.safetensors"
 class Text:
     """One text to learn from.
 
-    tokens (n,), unsigned; targets are the distributions of tokens[start:]: top_tokens and
-    top_logprobs, (n - start, TOP).
+    tokens (n,), unsigned; targets are the verifier's distributions in the places of tokens[start:]:
+    top_tokens and top_logprobs, (n - start, TOP). answer: where the answer begins. looped: it was
+    cut at a loop.
     """
 
     index: int
@@ -34,6 +35,18 @@ class Text:
     start: int
     top_tokens: npt.NDArray[np.unsignedinteger]
     top_logprobs: npt.NDArray[np.float16]
+    answer: int
+    looped: bool = False
+
+    def answer_only(self) -> Text:
+        """The same tokens, with targets for the answer alone."""
+        asked = self.answer - self.start
+        return replace(
+            self,
+            start=self.answer,
+            top_tokens=self.top_tokens[asked:],
+            top_logprobs=self.top_logprobs[asked:],
+        )
 
 
 class ShardFolder:
@@ -107,7 +120,9 @@ def _columns(
         "index": np.array([one.index for one in kept], np.int64),
         "dropped": np.array(dropped, np.int64),
         "length": np.array(lengths, np.int32),
-        "start": np.array([one.answer_start for one in kept], np.int32),
+        "start": np.array([one.learned_start for one in kept], np.int32),
+        "answer": np.array([one.answer_start for one in kept], np.int32),
+        "looped": np.array([one.looped for one in kept], np.bool_),
         "temperature": np.array([one.answer_temperature for one in kept], np.float32),
         "domain": np.frombuffer(domains, np.uint8).copy(),
         "tokens": np.concatenate([np.array(one.tokens, small) for one in kept]),
@@ -132,6 +147,8 @@ def read_shard(path: Path) -> Iterator[Text]:
             start=int(start),
             top_tokens=columns["top_tokens"][first_target : first_target + targets],
             top_logprobs=columns["top_logprobs"][first_target : first_target + targets],
+            answer=int(columns["answer"][row]),
+            looped=bool(columns["looped"][row]),
         )
         first += int(length)
         first_target += targets
