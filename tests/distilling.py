@@ -21,7 +21,7 @@ RECIPE = Recipe(
     answer_tokens=16,
     decode_rows=8,
     batch_tokens=256,
-    step_tokens=256,
+    step_batches=1,
     held_out=5,
 )
 SOME = Effort(data_tokens=600, train_tokens=4000)

@@ -27,7 +27,7 @@ TINY = Recipe(
     answer_tokens=24,
     decode_rows=16,
     batch_tokens=512,
-    step_tokens=512,
+    step_batches=1,
 )
 
 

@@ -307,7 +307,7 @@ class Scripted:
 def train_scripted(shares: list[int], folder: Path) -> tuple[Scripted, Position]:
     learner = Scripted(shares)
     batcher = Batcher(random_texts(50, 400), list(range(384)), 400, 0.3)
-    pace = Pace(batch_tokens=64, step_tokens=64, validate_tokens=500, patience=3)
+    pace = Pace(batch_tokens=64, step_batches=1, validate_tokens=500, patience=3)
     schedule, budget = Schedule(1.0), Budget(tokens=20_000)
     training = Training(learner, batcher, [], schedule, budget, pace, folder)
     return learner, training.run(lambda position, learned: None)

@@ -23,8 +23,10 @@ class Recipe(BaseModel):
     layers: of the verifier, that the student begins as; None takes the first three. rows: output
     rows; None takes 16,384, or nearly all of a small vocabulary. first_choice_weight: share of the
     loss that is cross-entropy on the verifier's first choice. echo_share: tokens of passages said
-    again, which teach to copy, over those of the texts. data_share: of the hours, for making
-    data. decode_rows: texts made side by side. held_out: one text in so many is for validation.
+    again, which teach to copy, over those of the texts. batch_tokens: computed at a time, padding
+    included; step_batches: of one step, which two workers compute side by side. data_share: of the
+    hours, for making data. decode_rows: texts that a worker makes side by side. held_out: one text
+    in so many is for validation.
     shard_s, checkpoint_s: seconds of data making and of training that a kill can cost.
     """
 
@@ -34,10 +36,10 @@ class Recipe(BaseModel):
     rows: int | None = Field(default=None, gt=0)
     first_choice_weight: float = Field(default=0.3, ge=0, le=1)
     echo_share: float = Field(default=0.2, ge=0, le=1)
-    rate: float = Field(default=1.5e-3, gt=0)
+    rate: float = Field(default=2e-3, gt=0)
     descent: float = Field(default=0.4, gt=0, le=1)
-    batch_tokens: int = Field(default=2048, gt=0)
-    step_tokens: int = Field(default=2048, gt=0)
+    batch_tokens: int = Field(default=512, gt=0)
+    step_batches: int = Field(default=2, gt=0)
     data_share: float = Field(default=0.45, gt=0, lt=1)
     question_tokens: int = Field(default=160, gt=0)
     answer_tokens: int = Field(default=256, gt=0)

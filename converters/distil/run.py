@@ -260,7 +260,7 @@ class Distillation:
         recipe = self.recipe
         return Pace(
             batch_tokens=recipe.batch_tokens,
-            step_tokens=recipe.step_tokens,
+            step_batches=recipe.step_batches,
             checkpoint_s=recipe.checkpoint_s,
             seed=recipe.seed,
         )

@@ -40,15 +40,15 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a run is cut: padded tokens of a forward and of a step, seconds between checkpoints.
+    """How a run is cut: padded tokens of a batch, batches of a step, seconds between checkpoints.
 
     validate_tokens: input tokens between two validations. patience: validations at the level rate
     without a better first choice after which the descent begins at once, so that the run ends
     early; 0 never does that.
     """
 
-    batch_tokens: int = 2048
-    step_tokens: int = 4096
+    batch_tokens: int = 512
+    step_batches: int = 2
     checkpoint_s: float = 120.0
     validate_tokens: int = 100_000
     patience: int = 20
@@ -164,8 +164,7 @@ class Training:
         """Batches of one step, and the epoch and batch at which the next one begins."""
         step: list[Batch] = []
         after = (self.position.epoch, self.position.batch)
-        most = self.pace.step_tokens - self.pace.batch_tokens // 2
-        while not step or sum(batch.tokens.size for batch in step) < most:
+        while len(step) < self.pace.step_batches:
             epoch, batch, places = next(batches)
             after = (epoch, batch)
             step.append(self.batcher.batch(places))
