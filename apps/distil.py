@@ -94,7 +94,7 @@ def _indices(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise BadRequest(f"layers: expected indices such as 0,1,29, got {text!r}") from None
+        raise BadRequest(f"layers: expected indices such as 0,1,2, got {text!r}") from None
 
 
 def run(request: Request) -> None:
@@ -113,12 +113,15 @@ def run(request: Request) -> None:
     recipe = request.recipe
     if start is not None and "rate" not in recipe.model_fields_set:
         recipe = recipe.model_copy(update={"rate": SMALL_RATE})
+    if output.resolve() == work.resolve():
+        raise BadRequest(f"--work and --output: expected two folders, got {output} for both")
     refuse_occupied(output, PAIR_FILE)  # now, not after the hours
+    checkpoint, workers = source.checkpoint, Workers(count)
+    distillation = Distillation(checkpoint, recipe, request.material, work, start, workers=workers)
+    distillation.check()
     for folder, option in ((output.parent, "--output"), (work, "--work")):
         make_writable(folder, f"give another folder with {option}")
-    checkpoint, material = source.checkpoint, request.material
-    with locked(work, lambda: say(f"Waiting for another run in {work}")), Workers(count) as workers:
-        distillation = Distillation(checkpoint, recipe, material, work, start, workers=workers)
+    with locked(work, lambda: say(f"Waiting for another run in {work}")), workers:
         distillation.claim()
         try:
             _distil(distillation, effort, source, output, request.as_json)

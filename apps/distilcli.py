@@ -19,7 +19,9 @@ def distil(
             help="A known pair, a pair's folder, or a model: Hugging Face folder or .gguf.",
         ),
     ],
-    hours: Annotated[float, typer.Option(help="Of work in all, data and training.")] = 8.0,
+    hours: Annotated[
+        float, typer.Option(help="For texts and training; some minutes of measuring come on top.")
+    ] = 8.0,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Text of your domain, UTF-8; may be repeated."),
@@ -39,7 +41,7 @@ def distil(
         Path | None, typer.Option(metavar="FILE", help="A trained drafter to begin with.")
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Of the verifier, as the student begins: 0,1,29.")
+        str | None, typer.Option(help="Of the verifier, as the student begins; 0,1,2 by default.")
     ] = None,
     rows: Annotated[
         int | None, typer.Option(help="Tokens that the drafter can propose; 16384 by default.")

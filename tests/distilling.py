@@ -35,6 +35,7 @@ def wide_model() -> tiny.TinyModel:
 
 def distillation(checkpoint: Checkpoint, work: Path, recipe: Recipe = RECIPE) -> Distillation:
     run = Distillation(checkpoint, recipe, Material(), work, quiet=True)
+    run.check()
     run.claim()
     return run
 

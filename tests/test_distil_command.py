@@ -96,7 +96,7 @@ def test_text_of_a_domain_is_learned_from_a_drafter_that_is_there(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hours", "0"], "hours: expected more than 0 and an end, got 0"),
+        (["--hours", "0"], "hours: expected a finite number above 0, got 0"),
         (["--layers", "0,x"], "layers: expected indices such as 0,1,29, got '0,x'"),
         (["--layers", "5"], "layers: expected indices from 0 to 1, got [5]"),
         (["--rows", "512"], "rows: expected at most the 400 tokens of the vocabulary, got 512"),
@@ -145,6 +145,15 @@ def test_an_interrupted_run_says_that_it_can_go_on(
     assert "the same command goes on" in capsys.readouterr().err
     monkeypatch.undo()
     assert run(verifier, tmp_path).training.tokens >= 6000
+
+
+def test_one_folder_cannot_be_work_and_output(
+    verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = str(tmp_path / "both")
+    assert main(["distil", str(verifier), "--work", both, "--output", both]) == 2
+    assert "--work and --output" in capsys.readouterr().err
+    assert not (tmp_path / "both").exists()
 
 
 def test_another_family_is_named(

@@ -202,6 +202,20 @@ def test_answers_under_way_are_kept_when_enough_is_made(
     assert 0 < open_ends <= RECIPE.decode_rows
 
 
+def test_texts_under_way_are_kept_when_time_is_up(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("One word after another, and so on to the end. " * 60, encoding="utf-8")
+    run = Distillation(checkpoint, RECIPE, Material((file,)), tmp_path / "work", quiet=True)
+    run.check()
+    run.claim()
+    texts = run.make_data(Effort(hours=1e-6))  # over after one step
+    windows = run.windows[0]
+    assert [text.index for text in texts] == list(range(min(len(windows), RECIPE.decode_rows)))
+    for text in texts:
+        assert tuple(text.tokens) == windows[text.index][:2]
+        assert len(text.top_tokens) == 1
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 
@@ -224,10 +238,10 @@ def test_a_full_disk_is_named_and_loses_nothing(
 @pytest.mark.parametrize(
     ("effort", "message"),
     [
-        (Effort(hours=0), "hours: expected more than 0 and an end, got 0"),
-        (Effort(hours=-1), "hours: expected more than 0 and an end, got -1"),
-        (Effort(hours=float("inf")), "hours: expected more than 0 and an end, got inf"),
-        (Effort(hours=float("nan")), "hours: expected more than 0 and an end, got nan"),
+        (Effort(hours=0), "hours: expected a finite number above 0, got 0"),
+        (Effort(hours=-1), "hours: expected a finite number above 0, got -1"),
+        (Effort(hours=float("inf")), "hours: expected a finite number above 0, got inf"),
+        (Effort(hours=float("nan")), "hours: expected a finite number above 0, got nan"),
         (Effort(data_tokens=5), "got neither"),
     ],
 )
@@ -250,8 +264,8 @@ def test_impossible_recipes_are_refused_before_any_work(
 ) -> None:
     recipe = RECIPE.model_copy(update=change)
     with pytest.raises(BadRequest, match=message):
-        Distillation(checkpoint, recipe, Material(), tmp_path / "work", quiet=True).claim()
-    assert not (tmp_path / "work" / "own").exists()
+        Distillation(checkpoint, recipe, Material(), tmp_path / "work", quiet=True).check()
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_model_without_a_chat_template_is_refused(model: tiny.TinyModel, tmp_path: Path) -> None:
@@ -269,7 +283,7 @@ def test_text_that_is_no_utf_8_is_refused(checkpoint: Checkpoint, tmp_path: Path
     file.write_bytes("caf\xe9".encode("latin-1"))
     run = Distillation(checkpoint, RECIPE, Material(texts=(file,)), tmp_path / "w", quiet=True)
     with pytest.raises(BadRequest, match="not UTF-8: byte 3 is 0xe9"):
-        run.claim()
+        run.check()
 
 
 def test_another_runs_folder_is_not_taken(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ class Conversation:
             self._reply(token)
 
     def break_off(self) -> bool:
-        """End it where it is, when nothing more is wanted; whether there is an answer to keep."""
-        if self.phase is Phase.ANSWER and self.answer:
+        """End it where it is, when nothing more is wanted; whether there is something to keep."""
+        if self.phase in (Phase.ANSWER, Phase.GIVEN) and self.answer:
             self.phase = Phase.DONE
         return self.phase is Phase.DONE
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,14 +31,20 @@ class Passage:
 
 
 def evaluate(
-    verifier: Model, drafter: Model, row_to_token: Sequence[int], passages: Sequence[Passage]
+    verifier: Model,
+    drafter: Model,
+    row_to_token: Sequence[int],
+    passages: Sequence[Passage],
+    report: Callable[[int], None] = lambda _: None,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Figures by category and of all, with loops and without: {"all": {"with_loops": ...}}.
 
-    drafter: as `drafter_model` makes it, its logits are those of `row_to_token`.
+    drafter: as `drafter_model` makes it, its logits are those of `row_to_token`. report is told how
+    many passages are done.
     """
     judged: dict[str, list[Judged]] = {}
-    for passage in passages:
+    for done, passage in enumerate(passages):
+        report(done)
         found = _judge_passage(verifier, drafter, row_to_token, passage)
         for category in (ALL, passage.category):
             judged.setdefault(category, []).append(found)

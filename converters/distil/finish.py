@@ -56,11 +56,10 @@ def make_card(
     prompts: as many of the held-out ones, all by default.
     """
     sets = _sets(run, prompts)
-    with Watch("Measuring acceptance", run.quiet):
-        acceptance = {name: _measure(run, drafter, passages) for name, passages in sets.items()}
-        before = {}
-        if run.start is not None:
-            before = {name: _measure(run, run.start, passages) for name, passages in sets.items()}
+    acceptance = {name: _measure(run, drafter, passages) for name, passages in sets.items()}
+    before = {}
+    if run.start is not None:
+        before = {name: _measure(run, run.start, passages) for name, passages in sets.items()}
     seconds = position.seconds
     card = Card(
         verifier=run.checkpoint.label,
@@ -102,7 +101,12 @@ def peak_memory_bytes() -> int:
 
 def _measure(run: Distillation, drafter: TrainedDrafter, passages: Sequence[Passage]) -> Tables:
     model = drafter_model(run.verifier, drafter.row_to_token, drafter.tensors)
-    return evaluate(run.verifier, model, drafter.row_to_token, passages)
+    with Watch(f"Measuring acceptance of {drafter.path.name}", run.quiet) as watch:
+
+        def report(done: int) -> None:
+            watch.update(done / len(passages), f"{done} of {len(passages)} texts")
+
+        return evaluate(run.verifier, model, drafter.row_to_token, passages, report)
 
 
 def _sets(run: Distillation, limit: int | None) -> dict[str, list[Passage]]:
@@ -142,7 +146,12 @@ def read_passages(run: Distillation, path: Path, limit: int | None = None) -> li
     rows = min(_EVALUATION_ROWS, len(prompts))
     decoder = RowDecoder(run.verifier, rows, -(-slots // 32) * 32, ())
     stops = set(run.checkpoint.eos_token_ids)
-    answers = greedy_answers(decoder, prompts, stops, _ANSWER_TOKENS)
+    with Watch("Answering held-out prompts", run.quiet) as watch:
+
+        def report(share: float, steps: int) -> None:
+            watch.update(share, f"{steps} steps of {rows} rows")
+
+        answers = greedy_answers(decoder, prompts, stops, _ANSWER_TOKENS, report)
     return [
         Passage(entry["category"], (*prompt, *answer), len(prompt))
         for entry, prompt, answer in zip(entries, prompts, answers, strict=True)

@@ -20,11 +20,15 @@ _KEY_TOKENS = 14  # two questions that begin with so many equal tokens are one
 
 @dataclass
 class Made:
-    """What has been made so far, by this process and before; `seconds` too."""
+    """What has been made so far, by this process and before; `seconds` too.
+
+    learned_tokens: of what is finished; written_tokens: of what is not, too.
+    """
 
     conversations: int = 0
     dropped: int = 0
     learned_tokens: int = 0
+    written_tokens: int = 0
     seconds: float = 0.0
 
 
@@ -57,8 +61,8 @@ class Maker:
         """Go on while `wanted(made)` and there are conversations; `report` is told of every step.
 
         Finished conversations are not made again. What is finished is written whatever ends the
-        run; CacheUnwritable when it cannot be. Answers that are under way when enough is made are
-        kept as they are.
+        run; CacheUnwritable when it cannot be. Answers and given texts that are under way when
+        enough is made are kept as they are.
         """
         self.shards.sweep()
         made = self._resume()
@@ -68,6 +72,7 @@ class Maker:
             while wanted(made) and any(rows):
                 begun = time.monotonic()
                 step = self._step(rows)
+                made.written_tokens += len(rows) - rows.count(None)
                 for place, row in enumerate(rows):
                     if row is not None and self._took(row.talk, step, place, made):
                         rows[place] = self._begin(numbers)
@@ -86,9 +91,10 @@ class Maker:
         made = Made(seconds=self.shards.seconds())
         for text in self.shards.texts():
             made.conversations += 1
-            made.learned_tokens += len(text.tokens) - text.start
+            made.learned_tokens += len(text.top_tokens)
             question = text.tokens[len(self.plan.prefix) : text.answer]
             self._seen.add(tuple(question[:_KEY_TOKENS].tolist()))
+        made.written_tokens = made.learned_tokens
         return made
 
     def _numbers(self) -> Iterator[int]:

@@ -35,6 +35,11 @@ class Plan(Protocol):
         """Most tokens that a conversation can come to, prefix included."""
         ...
 
+    @property
+    def count(self) -> int | None:
+        """How many conversations there are; None for no end of them."""
+        ...
+
     def begin(self, index: int) -> Started | None:
         """Conversation `index` and the source of its chances; None when there are no more."""
         ...
@@ -71,8 +76,13 @@ class OwnQuestions:
         opening = max(len(tokens) for texts in self.openings.values() for tokens in texts)
         return fixed + max(self.limits.question, opening) + self.limits.answer + 1
 
+    @property
+    def count(self) -> None:
+        """There is no end of them."""
+        return None
+
     def begin(self, index: int) -> Started | None:
-        """Conversation `index`; there is no end of them."""
+        """Conversation `index`."""
         source = _source(self.seed, index)
         names = list(self.shares)
         weights = np.array([self.shares[name] for name in names])
@@ -114,10 +124,15 @@ class GivenPrompts:
         fixed = len(self.script.prefix) + len(self.script.turn)
         return fixed + max(map(len, self.prompts)) + self.limits.answer + 1
 
+    @property
+    def count(self) -> int:
+        """All prompts, `repeats` times."""
+        return len(self.prompts) * self.repeats
+
     def begin(self, index: int) -> Started | None:
         """Conversation `index`: prompt `index` modulo their number."""
         turn, place = divmod(index, len(self.prompts))
-        if turn >= self.repeats:
+        if index >= self.count:
             return None
         source = _source(self.seed, index)
         words = [*self.prompts[place], *self.script.turn]
@@ -153,9 +168,14 @@ class GivenTexts:
         """The longest window."""
         return max(map(len, self.windows)) + 1
 
+    @property
+    def count(self) -> int:
+        """All windows."""
+        return len(self.windows)
+
     def begin(self, index: int) -> Started | None:
         """Window `index`."""
-        if index >= len(self.windows):
+        if index >= self.count:
             return None
         first, *rest = self.windows[index]
         return Conversation(

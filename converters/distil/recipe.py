@@ -53,12 +53,12 @@ class Recipe(BaseModel):
         """The student's output rows; BadRequest for an impossible number."""
         if self.rows is None:
             return min(MOST_ROWS, vocab_size // ROW_MULTIPLE * ROW_MULTIPLE)
-        check_row_count(self.rows, vocab_size)
-        if self.rows > MOST_ROWS:
+        if min(self.rows, vocab_size) > MOST_ROWS:
             raise BadRequest(
                 f"rows: expected at most {MOST_ROWS}, what the drafter's output holds, "
                 f"got {self.rows}"
             )
+        check_row_count(self.rows, vocab_size)
         return self.rows
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -96,8 +96,8 @@ class Identity(BaseModel):
                 theirs = None
             if theirs != mine:
                 raise BadRequest(
-                    f"{folder} holds another distillation (verifier, recipe or texts differ); "
-                    "give another folder with --work, or take this one away"
+                    f"{folder} holds another distillation (verifier, seed, recipe or texts "
+                    "differ); give another folder with --work, or take this one away"
                 )
             return self
         with replacing(path) as scratch:

@@ -62,7 +62,7 @@ class Effort:
         for name in ("hours", "data_tokens", "train_tokens"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise BadRequest(f"{name}: expected more than 0 and an end, got {value}")
+                raise BadRequest(f"{name}: expected a finite number above 0, got {value}")
         if self.hours is None and (self.data_tokens is None or self.train_tokens is None):
             raise BadRequest("expected hours, or tokens to make and to train on; got neither")
         return self
@@ -84,18 +84,20 @@ class Distillation:
     quiet: bool = False
     workers: Workers = field(default_factory=Workers)
 
-    def claim(self) -> None:
-        """Check all that can be checked before any work, and take or take up the work folder."""
+    def check(self) -> None:
+        """Check all that can be checked before any work; nothing is written."""
         self.recipe.chosen_layers(self.checkpoint.config.num_layers)
         if self.start is None:
             self._choose_rows(np.zeros(self.checkpoint.config.vocab_size))
-        digests = self.material.sha256()
         assert self.plans
+
+    def claim(self) -> None:
+        """Take the work folder, or take it up; BadRequest when it is another run's."""
         Identity(
             recipe=self.recipe,
             verifier_sha256=tuple(source.sha256 for source in self.checkpoint.sources),
             tokenizer_sha256=self.checkpoint.tokenizer_sha256,
-            texts_sha256=digests,
+            texts_sha256=self.material.sha256(),
             start_sha256=None if self.start is None else self.start.source.sha256,
         ).claim(self.work)
 
@@ -184,8 +186,8 @@ class Distillation:
         with Watch(f"Writing texts ({name})", self.quiet) as watch:
 
             def report(made: Made) -> None:
-                pace = made.learned_tokens / made.seconds if made.seconds else 0
-                words = f"{made.learned_tokens:,} tokens of {made.conversations:,} texts, "
+                pace = made.written_tokens / made.seconds if made.seconds else 0
+                words = f"{made.written_tokens:,} tokens, {made.conversations:,} texts finished, "
                 watch.update(min(progress(made), 1.0), words + f"{pace:.0f} tok/s")
 
             maker = Maker(
@@ -222,7 +224,9 @@ class Distillation:
         trained = [text for text in texts if text.index % self.recipe.held_out]
         if not held or not trained:
             raise BadRequest(
-                f"only {len(texts)} texts were made: too few to train on; give more hours or text"
+                f"only {len(texts)} texts were made: too few to train on (one in "
+                f"{self.recipe.held_out} is held out); half an hour makes hundreds: "
+                "give more hours or text"
             )
         return trained, held
 
@@ -288,16 +292,20 @@ class _LazyDecoder:
 
     def __init__(self, run: Distillation, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self.rows = run.recipe.decode_rows * run.workers.count
+        workers, rows = run.workers.count, run.recipe.decode_rows
+        if plan.count is not None:
+            rows = min(rows, -(-plan.count // workers))
+        self.rows = rows * workers
         self.slots = -(-plan.longest // 32) * 32 + 32
 
     @cached_property
     def _decoder(self) -> Any:
         from ondevice.converters.distil.decoder import RowDecoder, SplitDecoder
 
-        model, rows = self._run.verifier, self._run.recipe.decode_rows
+        model, workers = self._run.verifier, self._run.workers
+        rows = self.rows // workers.count
         make = partial(RowDecoder, model, rows, self.slots, self._plan.prefix)
-        return SplitDecoder(make, self._run.workers)
+        return SplitDecoder(make, workers)
 
     def step(self, *arguments: Any) -> Any:
         """See `Decoder.step`."""

@@ -16,13 +16,13 @@ SEEN_WEIGHT = 8.0
 
 def check_row_count(rows: int, vocab_size: int) -> None:
     """BadRequest unless a drafter may have so many output rows of a vocabulary of `vocab_size`."""
-    if rows < ROW_MULTIPLE or rows % ROW_MULTIPLE:
-        raise BadRequest(
-            f"rows: expected a multiple of {ROW_MULTIPLE}, got {rows}; 16384 is a good choice"
-        )
     if rows > vocab_size:
         raise BadRequest(
             f"rows: expected at most the {vocab_size} tokens of the vocabulary, got {rows}"
+        )
+    if rows < ROW_MULTIPLE or rows % ROW_MULTIPLE:
+        raise BadRequest(
+            f"rows: expected a multiple of {ROW_MULTIPLE}, got {rows}; 16384 is a good choice"
         )
 
 
@@ -36,8 +36,10 @@ def choose_rows(weights: npt.NDArray[np.float64], always: Iterable[int], rows: i
     check_row_count(rows, len(weights))
     fixed = sorted(set(always))
     if len(fixed) > rows:
+        least = -(-len(fixed) // ROW_MULTIPLE) * ROW_MULTIPLE
         raise BadRequest(
-            f"rows: expected at least {len(fixed)}, the special and byte tokens, got {rows}"
+            f"rows: expected at least {least} for the {len(fixed)} special and byte tokens, "
+            f"got {rows}"
         )
     ranked = weights.astype(np.float64).copy()
     ranked[fixed] = np.inf
