@@ -31,11 +31,16 @@ def distil(
         typer.Option(metavar="FILE", help="Prompts of yours: .jsonl, or one a line."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The pair that is written.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="The pair that is written; distilled/ in the home by default."
+        ),
     ] = None,
     work: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Texts, checkpoints, weights and card."),
+        typer.Option(
+            metavar="FOLDER", help="Texts, checkpoints, weights, card; distil/ in the home."
+        ),
     ] = None,
     start: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A trained drafter to begin with.")

@@ -97,7 +97,7 @@ def test_text_of_a_domain_is_learned_from_a_drafter_that_is_there(
     ("arguments", "message"),
     [
         (["--hours", "0"], "hours: expected a finite number above 0, got 0"),
-        (["--layers", "0,x"], "layers: expected indices such as 0,1,29, got '0,x'"),
+        (["--layers", "0,x"], "layers: expected indices such as 0,1,2, got '0,x'"),
         (["--layers", "5"], "layers: expected indices from 0 to 1, got [5]"),
         (["--rows", "512"], "rows: expected at most the 400 tokens of the vocabulary, got 512"),
         (["--rows", "0"], "rows: "),
