@@ -40,7 +40,10 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Join the threads; MLX aborts a process whose threads die after their streams."""
+        """Clear the threads' streams, then join them.
+
+        MLX 0.32 aborts a process that ends while a finished thread's streams are being taken down.
+        """
         import mlx.core as mx
 
         ended = [thread.submit(mx.clear_streams) for thread in self._threads]
