@@ -380,7 +380,7 @@ def _take_place(fresh: Path, target: Path, aside: Path) -> None:
 _FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 _DISK_ERRORS = _FULL_ERRORS | {errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.EBUSY}
 _IN_THE_WAY_ERRORS = {errno.ENOTDIR, errno.EEXIST}
-OTHER_HOME = "set ONDEVICE_HOME to a folder that can be written"
+OTHER_HOME = "choose another folder (ONDEVICE_HOME, or the option of the command)"
 
 
 def unwritable(target: Path, error: OSError, advice: str = OTHER_HOME) -> CacheUnwritable:
