@@ -91,6 +91,7 @@ class Lane:
         rollback = Truncate(self.name, self.held)
         if isinstance(self.running, StartRun):
             self.out.append(rollback)
+            self.waiting.clear()  # truncations to no fewer tokens, which this one overtakes
         else:
             self.send(rollback)
 

@@ -98,7 +98,7 @@ def test_control_c_stops_the_answer_and_keeps_the_chat(session: Session) -> None
     assert roles == ["user", "assistant", "user", "assistant"]
     assert session.messages[1]["content"]
     assert settings.last is not None
-    assert settings.last.completion_tokens == 5
+    assert 1 <= settings.last.completion_tokens <= 5  # the model may end it sooner
 
 
 def test_a_prompt_that_is_too_long_does_not_end_the_chat(

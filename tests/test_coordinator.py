@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,18 @@ def test_turns_cancels_and_changes_of_schedule_leave_every_later_text_right(data
     cache, told = world.verifier.cache, world.drafter.told
     assert cache == world.coordinator.committed[: len(cache)]
     assert told == world.coordinator.committed[: len(told)]
+
+
+def test_answers_cancelled_while_a_run_ends_truncate_to_what_there_is():
+    """Two of them: the second one's truncation is smaller than the first one's, which waited."""
+    world, greedy = World("adversarial", 0), SamplingParams(temperature=0.0, seed=0)
+    world.answer([1], greedy, Schedule(strategy="auto"), 16)
+    penal = replace(greedy, repetition_penalty=1.3)
+    world.answer([1], penal, Schedule(strategy="plain"), 16)
+    for prompt in ([1, 1], [1]):
+        world.answer(prompt, greedy, Schedule(strategy="auto"), 16, cancel_after=1)
+    world.settle()
+    assert world.verifier.cache == world.coordinator.committed[:-1]
 
 
 @settings(max_examples=150, deadline=None)
