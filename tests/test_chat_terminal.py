@@ -78,7 +78,8 @@ def test_bye_leaves(session: Session, capsys: pytest.CaptureFixture[str], leave:
 
 def test_control_c_stops_the_answer_and_keeps_the_chat(session: Session) -> None:
     settings = Settings(Options(max_tokens=3500))
-    lines = iter(["Tell me more.", "/set max-tokens 5", "And now?"])
+    # One token: with more, the model may end its answer sooner, after a cut that the clock chose.
+    lines = iter(["Tell me more.", "/set max-tokens 1", "And now?"])
     asked_s: list[float] = []
     pressing = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
 
@@ -98,7 +99,7 @@ def test_control_c_stops_the_answer_and_keeps_the_chat(session: Session) -> None
     assert roles == ["user", "assistant", "user", "assistant"]
     assert session.messages[1]["content"]
     assert settings.last is not None
-    assert 1 <= settings.last.completion_tokens <= 5  # the model may end it sooner
+    assert settings.last.completion_tokens == 1
 
 
 def test_a_prompt_that_is_too_long_does_not_end_the_chat(

@@ -189,19 +189,22 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
     return runner(capfd, monkeypatch)
 
 
-def test_json_is_one_object(run: Run, tiny_pair: Path, tmp_path: Path) -> None:
+def test_json_is_one_object(
+    run: Run, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With fixed costs: measured on a busy machine, a tiny drafter may not be worth its time.
+    monkeypatch.setattr(check_command, "open_engine", lambda pair: open_tiny(Path(pair)))
     (tmp_path / "prompts.txt").write_text("One.\n\nTwo.\n", encoding="utf-8")
     status, out, err = run(
         *("check", tiny_pair, "--prompts", tmp_path / "prompts.txt", "--max-tokens", 8, "--json")
     )
+    assert status == 0
     assert err.splitlines() == [
         f"check: {done} of 32 answers" for done in (4, 7, 10, 13, 16, 20, 23, 26, 29, 32)
     ]
     found = json.loads(out)
     assert out == json.dumps(found) + "\n"
-    # On a busy machine the drafter may be too late for eight tokens of a tiny model.
-    assert status == (0 if found["passed"] else 1)
-    assert found["differences"] == []
+    assert found["passed"] is True
     assert (found["prompts"], found["max_tokens"]) == (2, 8)
     assert [r["strategy"] for r in found["results"]] == [*STRATEGIES, *STRATEGIES]
     assert [r["tokens"] for r in found["results"]] == [16] * 16
